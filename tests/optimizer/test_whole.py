@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from zero3.comm.collectives import _ORDER_TAG
 from zero3.comm.parts import WeightPart
 from zero3.estimate.ledger import Ledger
 from zero3.optimizer.stage3 import plain_paths
-from zero3.optimizer.whole import Matrices, assign, cost
+from zero3.optimizer.whole import Matrices, assign, cost, in_rounds
 from zero3.pipeline import Pipeline
 
 BF16 = torch.bfloat16
@@ -243,7 +244,8 @@ def test_muon_and_adamw_give_the_bits_of_plain_pytorch(world_size):
     norm differs from plain PyTorch's in the order of its sums, so both clip by ours. Breaks if a
     piece is missing or in the wrong place, if a gradient is scaled twice or not at all, or if the
     owner steps something that plain PyTorch does not.
-    Proves `Owners.step`, `Whole.within`, `Whole.in_shard`, `in_rounds`, `elementwise_first`.
+    Proves `Owners.step`, `Whole.within`, `Whole.in_shard`, `in_rounds`, `elementwise`,
+    `elementwise_first`.
     """
     cases = [("chain", torch.float32, 0.05, 2, {}), ("wrap", torch.float32, None, 1, {}),
              ("chain", BF16, None, 1, {}), ("wrap", BF16, 0.05, 2, {"reduce_dtype": None})]
@@ -314,7 +316,7 @@ def test_the_halves_of_a_matrix_would_be_stepped_in_other_directions():
     """
     The numbers at the head of the chapter: what Muon makes of each row alone, and what two ranks
     make of the matrix.
-    Proves `Owners`, `Trip`, `Stepper`.
+    Proves `Owners`, `Owners.__init__`, `Whole`, `Trip`, `Stepper`.
     """
     grad = torch.tensor([[3.0, 1.0], [1.0, 3.0]])
     assert [muon_of(grad[:1]), muon_of(grad[1:])] == [[0.65, 0.22], [0.22, 0.65]]
@@ -471,7 +473,7 @@ def test_a_step_sends_the_bytes_of_the_formula():
     """
     By messages, counted by the ledger and at the socket; and as NCCL would be asked to, all of a
     round at once.
-    Proves `Owners._start`, `Whole.nbytes`.
+    Proves `Owners._start`, `Whole.nbytes`, `Whole.travelling_numel`.
     """
     for world_size in (1, 2, 3):
         for told, counted, expected in run(bytes_of_a_step, world_size, False):
@@ -479,6 +481,41 @@ def test_a_step_sends_the_bytes_of_the_formula():
             assert (expected > 0) == (world_size > 1)
     for told, _, expected in run(bytes_of_a_step, 2, True):
         assert told == expected
+
+
+def memory_of_a_step():
+    """The largest memory of this rank in a step beyond what it holds before, and the formula"""
+    torch.manual_seed(0)
+    sizes = [5, *[9] * 8]
+    model = Zero3Sequential([Zero3Layer(nn.Linear(m, n, bias=False).to(BF16))
+                             for m, n in pairwise(sizes)])
+    optimizer = Zero3Optimizer(model, group_by=lambda name, p: MUON)
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(2, 5, dtype=BF16)).float().square().mean())
+        with Ledger(model, optimizer) as tape:
+            optimizer.step()
+        optimizer.zero_grad()
+    events = [e for e in tape.events if e.event in ("norm", "collect", "give back")]
+    rank = dist.get_rank()
+    rounds = in_rounds(optimizer.owners.wholes)
+    own = [sum(whole.numel for whole in each if whole.owner == rank) for each in rounds]
+    others = [sum(whole.numel // dist.get_world_size() + 1 for whole in each if whole.owner != rank)
+              for each in rounds]
+    # Values in fp32 and gradients in bf16 of two rounds, and values of the one before.
+    most = max(6 * sum(own[i : i + 2]) + 4 * sum((own[i - 1], others[i - 1]) if i else ())
+               for i in range(len(rounds)))
+    return max(e.live_bytes for e in events) - events[0].live_bytes, most, len(rounds)
+
+
+def test_two_rounds_are_in_memory_and_not_the_model():
+    """
+    On two ranks, where eight matrices make up four rounds. The formula takes each piece for one
+    element larger than half of its matrix, which some are.
+    Proves `Owners.held_tensors`, `in_rounds`.
+    """
+    for found, most, rounds in run(memory_of_a_step, 2):
+        assert rounds == 4
+        assert 0.9 * most <= found <= most
 
 
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
@@ -580,7 +617,7 @@ def test_matrices_says_what_it_has_chosen():
     """
     Hidden matrices go to Muon; an embedding, what is tied to it, the head, vectors, and what `but`
     names do not.
-    Proves `Matrices`.
+    Proves `Matrices`, `Matrices.__init__`, `Matrices.__call__`, `Matrices.__str__`.
     """
     net = nn.ModuleDict({
         "wte": nn.Embedding(7, 4), "up": nn.Linear(4, 9), "gate": nn.Linear(4, 9, bias=False),
@@ -691,7 +728,8 @@ def test_states_are_saved_by_name_and_resume_on_any_number_of_ranks(tmp_path):
     Masters, momentum, the factors of rows and columns and the counts of steps, saved by two ranks
     and loaded by one, by three, and into a wrapped model: the same bits, in whole shapes. Two ranks
     go on to the bits of the run that never stopped.
-    Proves `Owners.spread`, `Entries._take_whole`, `Entries._check_whole`.
+    Proves `Owners.spread`, `Spread`, `Owners.state_of`, `Entries._take_whole`,
+    `Entries._check_whole`.
     """
     masters, states = run(saves, 2, tmp_path, {})[0]
     assert states["head.weight"]["row_var"].shape == (32, 1)

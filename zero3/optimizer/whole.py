@@ -4,10 +4,9 @@ r"""
 `Owners` steps parameters whole, each on one rank, so that Muon, LAMB or Adafactor train a sharded
 model with the bits of plain PyTorch.
 
-**A gradient of four numbers on two ranks.** Muon replaces the gradient of a matrix by one with the
-same directions and almost equal singular values (five iterations of
-[Newton-Schulz](https://kellerjordan.github.io/posts/muon/)). A flat parameter is cut anywhere, here
-between the rows of a $2 \times 2$ matrix:
+**A gradient of four numbers on two ranks.** [Muon](https://kellerjordan.github.io/posts/muon/)
+makes the singular values of a gradient almost equal, by five iterations of Newton-Schulz. A flat
+parameter is cut anywhere, here between the rows of a $2 \times 2$ matrix:
 
 | | rank 0 | rank 1 | |
 |---|---|---|---|
@@ -15,10 +14,9 @@ between the rows of a $2 \times 2$ matrix:
 | Muon of each shard | .65 .22 | .22 .65 | a row alone keeps its direction |
 | **Muon of the matrix** | **.90 -.21** | **-.21 .90** | off the diagonal the sign changes |
 
-So each such parameter gets one *owner* among the ranks that share it. All ranks send the owner the
-pieces of values and gradient in their shards. It steps the whole tensor with the plain class of
-`torch.optim`, and sends the new values back. Nothing is approximated, so a sharded model trains the
-bits of plain PyTorch. Everything else is stepped in the shards as before:
+So each such parameter gets one *owner* among the ranks that share it. The owner receives the pieces
+of values and gradient, steps the whole tensor with torch's own class, and sends the new values
+back. That gives the bits of plain PyTorch. All other parameters are stepped in their shards:
 
 ```python
 rule = Matrices(plain, lr=0.02, weight_decay=0.1)  # from the model before it is sharded
@@ -30,18 +28,17 @@ optimizer.backward(loss_of(model(x)))
 optimizer.step()
 ```
 
-**Who owns what.** A step of Newton-Schulz on $m \times n$ numbers takes time in proportion to
+**Who owns what.** Newton-Schulz on an $m \times n$ matrix takes time in proportion to
 
 $$\min(m,n)^2 \max(m,n)$$
 
-The most expensive matrix comes first, and each goes to the rank with the least to do. With the
-matrices of Llama 8B on 64 ranks the slowest owner computes 1.11 times the mean, and with those of
-GPT-2 on 8 ranks 1.00 times. On 64 ranks GPT-2 has only 48 matrices, and the largest costs 1.78
-times the mean.
+The most expensive matrix comes first, and each goes to the rank with the least to do. For Llama 8B
+on 64 ranks the slowest owner computes 1.11 times the mean. GPT-2 has only 48 matrices, so on 64
+ranks it is 1.78 times.
 
-**What rests where.** Gradients are reduced into the shards as always. Masters stay there, so
-checkpoints, tiers and edits of the weights work as they do. Moments live whole on the owner. With
-masters of 4 bytes and gradients of $b_g$ bytes an element that another rank owns costs
+**What rests where.** Gradients are reduced into the shards as always, and masters stay there, so
+tiers, checkpoints and edits of weights work as before. Moments live whole on the owner. With
+masters of 4 bytes and gradients of $b_g$ bytes, an element of another rank than the owner costs
 
 $$\underbrace{(4 + b_g)}_{\text{to the owner}} + \underbrace{4}_{\text{back}} \quad \text{bytes}$$
 
@@ -50,16 +47,15 @@ a step, beside 5.3 for gathers and the reduce. With masters on the owners it wou
 fp32 weights would be there twice. To gather each gradient on all ranks takes 1.8, and each rank
 would compute all steps and keep all moments.
 
-**Rounds.** Parameters travel in rounds, in which each owner has about as much to compute. The
-pieces of the next round travel while this one is computed, and so do the values of the one before.
+**Rounds.** In a round each owner computes about as much. The pieces of the next round and the
+values of the previous one travel meanwhile.
 
 **Run this**: `python -m pytest tests/optimizer/test_whole.py -k bits`.
 
-**Not covered, and what that costs**: two rounds are in memory at once, at least two whole matrices.
-Each replica computes all steps. Moments of whole parameters rest in memory when other states are in
-files. The assignment knows the cost of Newton-Schulz only. If an owner's step raises an error,
-other parameters have been stepped already. Meshes with nodes, and matrices that tensor parallelism
-has split, are refused by name.
+**Not covered, and what that costs**: two rounds are in memory at once. Each replica computes all
+steps. Moments of whole parameters rest in memory, also if other states are in files. The assignment
+knows the cost of Newton-Schulz only. If an owner's step fails, others have stepped already. Meshes
+with nodes, and matrices that tensor parallelism has split, are refused by name.
 """
 
 from collections import defaultdict
@@ -214,8 +210,7 @@ class Owners:
         * `paths` are the names of the layers in the plain model
 
         All ranks call this alike. Raises `RuntimeError` if the class refuses a parameter or an
-        option, if a group has no elements, or if ranks have parts of the parameters in a way that
-        is not covered.
+        option, if a group has no elements, or if the ranks are in nodes or have parts of weights.
         """
         self.stepper = stepper
         self.comm = stepper.comm
@@ -274,7 +269,7 @@ class Owners:
                 make([{"params": [self._stand_in(whole)]}], **options)  # type: ignore[operator]
             except (TypeError, ValueError) as error:
                 self.stepper.expect(False, f"cannot step `{whole.name}`", "parameters and options "
-                                    f"that {_name(make)} takes", f"{error}", _CURE)
+                                    f"that {_class_name(make)} takes", f"{error}", _CURE)
 
     def _stand_in(self, whole: Whole) -> nn.Parameter:
         """
@@ -317,7 +312,7 @@ class Owners:
                    and (whole.states not in used or used[whole.states][whole.position])]
         try:
             for wholes in in_rounds(stepped):
-                self.coming.append(self._collect(wholes))
+                self._collect(wholes)
                 # The pieces of this round travel while the round before is computed.
                 if len(self.coming) > 1:
                     self._compute(self.coming[0], factor)
@@ -328,7 +323,7 @@ class Owners:
             self.coming.clear()
             self.going.clear()
 
-    def _collect(self, wholes: list[Whole]) -> Trip:
+    def _collect(self, wholes: list[Whole]) -> None:
         """
         #### Start to send the pieces of some parameters to their owners
 
@@ -350,7 +345,9 @@ class Owners:
                 receives += [(rank, target[where]) for rank, where in self._of_others(whole)]
             values[whole], grads[whole] = both
         nbytes = sum(whole.travelling_numel * whole.nbytes for whole in wholes)
-        return Trip(wholes, self._start("collect", nbytes, sends, receives), values, grads)
+        trip = Trip(wholes, self._start(nbytes, sends, receives), values, grads)
+        self.coming.append(trip)
+        self.stepper.listener.record(self.stepper, "collect", nbytes, trip.transfer)
 
     def _piece(self, whole: Whole) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -376,7 +373,7 @@ class Owners:
         self.coming.remove(trip)
         # The values of the round before have travelled while this one was computed.
         self._land()
-        self.going.append(self._give_back(trip))
+        self._give_back(trip)
 
     def _step_one(self, whole: Whole, values: torch.Tensor, grad: torch.Tensor, factor: float
                   ) -> None:
@@ -399,9 +396,9 @@ class Owners:
         try:
             inner.step()
         except Exception as error:
-            self.comm.fail(self.stepper, f"cannot step `{whole.name}`", "a step of "
-                           f"{_name(type(inner))}", f"{type(error).__name__}: {error}", "look at "
-                           "this error. Start again: other parameters have been stepped")
+            self.comm.fail(self.stepper, f"cannot step `{whole.name}`",
+                           f"a step of {type(inner).__name__}", f"{type(error).__name__}: {error}",
+                           "look at this error, and start again: others have been stepped")
         finally:
             group["params"] = pieces
         # Another device has a copy of the values.
@@ -409,7 +406,7 @@ class Owners:
         param.grad = None
         param.data = param.new_empty(0)
 
-    def _give_back(self, trip: Trip) -> Trip:
+    def _give_back(self, trip: Trip) -> None:
         """
         #### Start to send the new values to all ranks that have elements of them
 
@@ -431,7 +428,9 @@ class Owners:
             receives.append((whole.owner, values[whole]))
         nbytes = sum(whole.travelling_numel * whole.states.master_dtype.itemsize
                      for whole in trip.wholes)
-        return Trip(trip.wholes, self._start("give back", nbytes, sends, receives), values)
+        back = Trip(trip.wholes, self._start(nbytes, sends, receives), values)
+        self.going.append(back)
+        self.stepper.listener.record(self.stepper, "give back", nbytes, back.transfer)
 
     def _land(self) -> None:
         """
@@ -459,7 +458,7 @@ class Owners:
             if rank != whole.owner and where.start < where.stop:
                 yield rank, where
 
-    def _start(self, event: str, nbytes: int, sends: Messages, receives: Messages) -> Transfer:
+    def _start(self, nbytes: int, sends: Messages, receives: Messages) -> Transfer:
         """
         #### Start to send tensors to single ranks, and to receive some
 
@@ -496,7 +495,6 @@ class Owners:
             transfer.between_bytes += tensor.nbytes * is_far
             transfer.messages += 1
         transfer.done.record()
-        self.stepper.listener.record(self.stepper, event, nbytes, transfer)
         return transfer
 
     # ---------------------------------------------------------------------------------- bookkeeping
@@ -549,8 +547,12 @@ class Owners:
         """
         if not self.wholes:
             return {}
-        kinds = {i: _kinds(whole, self.state_of(whole)) for i, whole in enumerate(self.wholes)
-                 if self.state_of(whole)}
+        kinds = {}
+        for i, state in self.state_dict().items():
+            # A moment has the shape of its parameter.
+            dtypes = {key: value.dtype for key, value in state.items() if key != "step"
+                      and isinstance(value, torch.Tensor) and value.shape == self.wholes[i].shape}
+            kinds[i] = dtypes, {key: state[key] for key in state if key not in dtypes}
         # Only the owner knows which states there are.
         every = {i: each for theirs in self.comm.group.gather(kinds) for i, each in theirs.items()}
         found: dict[nn.Parameter, Spread] = {}
@@ -577,7 +579,9 @@ class Owners:
                 sends += [(rank, values[part]) for rank, part in self._of_others(whole)]
             found.update({piece.param: Spread(moments, others) for piece in whole.states.pieces
                           if piece.where == span})
-        self._start("give back", nbytes, sends, receives).wait()
+        transfer = self._start(nbytes, sends, receives)
+        self.stepper.listener.record(self.stepper, "give back", nbytes, transfer)
+        transfer.wait()
         return found
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
@@ -611,8 +615,8 @@ def assign(costs: Sequence[int], ranks: int) -> list[int]:
     """
     ## The owner of each parameter
 
-    The most expensive first, and each to the rank that has the least to do so far. All ranks come
-    to the same result, because they know the same shapes.
+    The most expensive first, each to the rank with the least to do so far. All ranks know the same
+    shapes, so they come to the same result.
     """
     owners = [0] * len(costs)
     loads = [0] * ranks
@@ -626,8 +630,8 @@ def in_rounds(wholes: Sequence[Whole]) -> list[list[Whole]]:
     """
     ## Which parameters travel together
 
-    In a round each owner computes about as much as the most expensive parameter costs. So no owner
-    waits long for another one, and memory holds two rounds at most.
+    In a round each owner computes about as much as the most expensive parameter costs, so none
+    waits long for another one.
     """
     most = max((whole.cost for whole in wholes), default=1)
     loads: dict[int, int] = defaultdict(int)
@@ -647,7 +651,7 @@ def always_whole(make: Maker, kwargs: Options, group_by: GroupBy) -> GroupBy:
 
     Other classes keep theirs.
     """
-    if _name(make) not in _WHOLE:
+    if _class_name(make) not in _WHOLE:
         return group_by
     return lambda name, param: {"optimizer": make, **kwargs, **group_by(name, param)}
 
@@ -689,10 +693,10 @@ class Matrices:
         * `but` has names of more parameters, or of modules, to leave to the optimizer's class
         * `options` are those of `optimizer`
 
-        A trainable parameter with two dimensions is a hidden matrix, with three exceptions.
-        Parameters of an `nn.Embedding` or `nn.EmbeddingBag` are embeddings, also if another module
-        is tied to them. The last one in the order of the modules is the head. Nobody can tell a
-        bare parameter that serves as a table of positions from a matrix: name it in `but`.
+        A parameter with two dimensions is a hidden matrix, with three exceptions: those of an
+        `nn.Embedding` or `nn.EmbeddingBag`, also if another module is tied to them; the last one in
+        the order of the modules, which is the head; and those in `but`. A bare parameter that
+        serves as a table of positions looks like a matrix, so name it there.
 
         Raises `ValueError` if nothing is chosen, or if `but` names nothing.
         """
@@ -732,20 +736,10 @@ class Matrices:
         """
         ### What it has chosen, a line for each parameter
         """
-        make = _name(self.group["optimizer"])
+        make = _class_name(self.group["optimizer"])
         return "\n".join(f"{name}: {f'left out, {why}' if why else make}"
                          for name, why in self.reasons.items())
 
 
-def _kinds(whole: Whole, state: dict[str, object]
-           ) -> tuple[dict[str, torch.dtype], dict[str, object]]:
-    """
-    #### The data types of the moments, which have the parameter's shape, and the other states
-    """
-    moments = {key: value.dtype for key, value in state.items() if key != "step"
-               and isinstance(value, torch.Tensor) and value.shape == whole.shape}
-    return moments, {key: value for key, value in state.items() if key not in moments}
-
-
-def _name(make: object) -> str:
+def _class_name(make: object) -> str:
     return getattr(make, "__name__", str(make))
