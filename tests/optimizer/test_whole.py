@@ -473,7 +473,7 @@ def test_a_step_sends_the_bytes_of_the_formula():
     """
     By messages, counted by the ledger and at the socket; and as NCCL would be asked to, all of a
     round at once.
-    Proves `Owners._start`, `Whole.nbytes`, `Whole.travelling_numel`.
+    Proves `Owners._start`.
     """
     for world_size in (1, 2, 3):
         for told, counted, expected in run(bytes_of_a_step, world_size, False):

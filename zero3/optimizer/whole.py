@@ -58,6 +58,8 @@ knows the cost of Newton-Schulz only. If an owner's step fails, others have step
 with nodes, and matrices that tensor parallelism has split, are refused by name.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,110 +89,6 @@ _WHOLE = ("Adafactor", "Muon")
 # The advice about a parameter that such a class refuses.
 _CURE = ("give this optimizer the hidden matrices alone, and the rest to another one: "
          "`Zero3Optimizer(model, torch.optim.AdamW, group_by=Matrices(plain))`")
-
-
-class Stepper(Sender, Protocol):
-    """
-    ## What `Owners` has to know about its `Zero3Optimizer`
-    """
-
-    comm: Communicator
-    device: torch.device  # of the step
-    shard_states: list[ShardStates]
-
-    @property
-    def state(self) -> State: ...
-
-    def expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None: ...
-
-
-@dataclass(eq=False)
-class Whole:
-    """
-    ## A parameter that is stepped whole
-    """
-
-    name: str  # in the plain model
-    states: ShardStates
-    position: int  # among the parameters of the flat one
-    owner: int = 0
-    # On the owner, the parameter of the inner optimizer. It has elements only in its step.
-    param: nn.Parameter | None = None
-
-    @property
-    def group_index(self) -> int:
-        return self.states.group_indices[self.position]
-
-    @property
-    def slot(self) -> Slot:
-        return self.states.flat.slots[self.position]
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.slot.view.shape
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def cost(self) -> int:
-        return cost(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """
-        ### Bytes that an element sends to the owner: value and gradient
-        """
-        return self.states.master_dtype.itemsize + self.states.grad_dtype.itemsize
-
-    @property
-    def travelling_numel(self) -> int:
-        """
-        ### How many elements the ranks have that do not own it
-        """
-        own = self.within(self.owner)
-        return self.numel - (own.stop - own.start)
-
-    def within(self, rank: int) -> slice:
-        """
-        ### The elements of the parameter that the shard of a rank has
-        """
-        shard_numel = len(self.states.shard)
-        first = rank * shard_numel - self.slot.offset
-        begin, end = (min(max(bound, 0), self.numel) for bound in (first, first + shard_numel))
-        return slice(begin, end)
-
-    def in_shard(self, rank: int) -> slice:
-        """
-        ### Where in the shard of a rank these elements are
-        """
-        first = self.slot.offset - rank * len(self.states.shard)
-        found = self.within(rank)
-        return slice(found.start + first, found.stop + first)
-
-
-@dataclass(eq=False)
-class Trip:
-    """
-    ## Parameters on their way to their owners, or back
-    """
-
-    wholes: list[Whole]
-    transfer: Transfer
-    # On the owner, all elements of the parameter, `(numel,)`. On the way back, on the other ranks,
-    # the new values of their pieces.
-    values: dict[Whole, torch.Tensor] = field(default_factory=dict)
-    grads: dict[Whole, torch.Tensor] = field(default_factory=dict)
-
-
-class Spread(NamedTuple):
-    """
-    ## The state of a whole parameter, as one rank saves it
-    """
-
-    moments: dict[str, torch.Tensor]  # for each the elements of the rank's piece, `(n,)`
-    others: dict[str, object]  # the count of steps, for instance, or a number for each row
 
 
 class Owners:
@@ -344,7 +242,8 @@ class Owners:
                 target[whole.within(whole.owner)] = part
                 receives += [(rank, target[where]) for rank, where in self._of_others(whole)]
             values[whole], grads[whole] = both
-        nbytes = sum(whole.travelling_numel * whole.nbytes for whole in wholes)
+        nbytes = sum(whole.numel * (whole.states.master_dtype.itemsize
+                                    + whole.states.grad_dtype.itemsize) for whole in wholes)
         trip = Trip(wholes, self._start(nbytes, sends, receives), values, grads)
         self.coming.append(trip)
         self.stepper.listener.record(self.stepper, "collect", nbytes, trip.transfer)
@@ -426,8 +325,7 @@ class Owners:
             values[whole] = torch.empty(where.stop - where.start, dtype=whole.states.master_dtype,
                                         device=whole.states.layer.device)
             receives.append((whole.owner, values[whole]))
-        nbytes = sum(whole.travelling_numel * whole.states.master_dtype.itemsize
-                     for whole in trip.wholes)
+        nbytes = sum(whole.numel * whole.states.master_dtype.itemsize for whole in trip.wholes)
         back = Trip(trip.wholes, self._start(nbytes, sends, receives), values)
         self.going.append(back)
         self.stepper.listener.record(self.stepper, "give back", nbytes, back.transfer)
@@ -462,12 +360,12 @@ class Owners:
         """
         #### Start to send tensors to single ranks, and to receive some
 
-        * `nbytes` are those of all ranks together
+        * `nbytes` are those of the whole parameters, which all ranks announce
 
-        All ranks call it. A pair of ranks lists what they exchange in the same order.
+        All ranks call it. Two ranks list what they exchange in the same order.
         """
         comm = self.comm
-        # One byte without memory for each byte of the messages, because ranks announce how many.
+        # As many bytes, without memory: an announcement tells how many.
         size = torch.empty(1, dtype=torch.uint8).expand(nbytes)
         transfer = comm.begin([comm.group], [self.stepper], "pieces", [(size, size)])
         tag = transfer.tag()
@@ -538,7 +436,7 @@ class Owners:
         for group, saved in zip(self.param_groups, groups, strict=False):
             group.update({key: value for key, value in saved.items() if key != "params"})
 
-    def spread(self) -> "dict[nn.Parameter, Spread]":
+    def spread(self) -> dict[nn.Parameter, Spread]:
         """
         ### The states of all whole parameters, in pieces, for a checkpoint
 
@@ -568,7 +466,7 @@ class Owners:
                                         device=whole.states.layer.device)
                        for key, dtype in dtypes.items()}
             for key, piece in moments.items():
-                nbytes += whole.travelling_numel * piece.itemsize
+                nbytes += whole.numel * piece.itemsize
                 piece = piece[: where.stop - where.start]
                 if whole.param is None:
                     receives.append((whole.owner, piece))
@@ -594,6 +492,98 @@ class Owners:
         for trip in (*self.coming, *self.going):
             yield from trip.transfer.buffers
             yield from (*trip.values.values(), *trip.grads.values())
+
+
+# ----------------------------------------------------------------------------------------- records
+
+
+@dataclass(eq=False)
+class Whole:
+    """
+    ## A parameter that is stepped whole
+    """
+
+    name: str  # in the plain model
+    states: ShardStates
+    position: int  # among the parameters of the flat one
+    owner: int = 0
+    # On the owner, the parameter of the inner optimizer. It has elements only in its step.
+    param: nn.Parameter | None = None
+
+    @property
+    def group_index(self) -> int:
+        return self.states.group_indices[self.position]
+
+    @property
+    def slot(self) -> Slot:
+        return self.states.flat.slots[self.position]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.slot.view.shape
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def cost(self) -> int:
+        return cost(self.shape)
+
+    def within(self, rank: int) -> slice:
+        """
+        ### The elements of the parameter that the shard of a rank has
+        """
+        shard_numel = len(self.states.shard)
+        first = rank * shard_numel - self.slot.offset
+        begin, end = (min(max(bound, 0), self.numel) for bound in (first, first + shard_numel))
+        return slice(begin, end)
+
+    def in_shard(self, rank: int) -> slice:
+        """
+        ### Where in the shard of a rank these elements are
+        """
+        first = self.slot.offset - rank * len(self.states.shard)
+        found = self.within(rank)
+        return slice(found.start + first, found.stop + first)
+
+
+@dataclass(eq=False)
+class Trip:
+    """
+    ## Parameters on their way to their owners, or back
+    """
+
+    wholes: list[Whole]
+    transfer: Transfer
+    # On the owner, all elements of the parameter, `(numel,)`. On the way back, on the other ranks,
+    # the new values of their pieces.
+    values: dict[Whole, torch.Tensor] = field(default_factory=dict)
+    grads: dict[Whole, torch.Tensor] = field(default_factory=dict)
+
+
+class Spread(NamedTuple):
+    """
+    ## The state of a whole parameter, as one rank saves it
+    """
+
+    moments: dict[str, torch.Tensor]  # for each the elements of the rank's piece, `(n,)`
+    others: dict[str, object]  # the count of steps, for instance, or a number for each row
+
+
+class Stepper(Sender, Protocol):
+    """
+    ## What `Owners` has to know about its `Zero3Optimizer`
+    """
+
+    comm: Communicator
+    device: torch.device  # of the step
+    shard_states: list[ShardStates]
+
+    @property
+    def state(self) -> State: ...
+
+    def expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None: ...
 
 
 # ---------------------------------------------------------------------------------------- planning
