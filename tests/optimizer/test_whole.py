@@ -483,6 +483,40 @@ def test_a_step_sends_the_bytes_of_the_formula():
         assert told == expected
 
 
+def gathers_everything():
+    """Bytes that this rank sends to have each gradient whole, and for a step with owners"""
+    torch.manual_seed(0)
+    model = Zero3Sequential([Zero3Layer(nn.Linear(16, 16, bias=False).to(BF16))
+                             for _ in range(8)])
+    optimizer = Zero3Optimizer(model, group_by=lambda name, p: MUON)
+    with Ledger(model, optimizer) as tape:
+        optimizer.backward(model(torch.ones(2, 16, dtype=BF16)).float().square().mean())
+        sent = tape.sent_bytes
+        optimizer.comm.all_gather(optimizer, [(torch.empty(8 * 256, dtype=BF16),
+                                               torch.empty(8 * 128, dtype=BF16))]).wait()
+        gathered = tape.sent_bytes - sent
+        optimizer.step()
+    stepped = sum(e.sent_bytes for e in tape.events if e.event in ("collect", "give back"))
+    return gathered / (8 * 256), stepped / (8 * 256)
+
+
+def test_the_bytes_of_the_head_for_eight_ranks():
+    """
+    A gather of all gradients, measured on two ranks, sends what the head says for eight, and so do
+    owners: each formula with its own number of ranks.
+    """
+    def owners(n, bytes_of_an_element=(4 + 2) + 4):
+        return bytes_of_an_element * (n - 1) / n**2
+
+    def everyone(n):
+        return 2 * (n - 1) / n
+
+    for gathered, stepped in run(gathers_everything, 2):
+        assert (gathered, stepped) == (everyone(2), owners(2))
+    assert [round(each, 2) for each in (owners(8), 3 * everyone(8), owners(8, 2 + 2), everyone(8))
+            ] == [1.09, 5.25, 0.44, 1.75]
+
+
 def memory_of_a_step():
     """The largest memory of this rank in a step beyond what it holds before, and the formula"""
     torch.manual_seed(0)

@@ -42,9 +42,9 @@ masters of 4 bytes and gradients of $b_g$ bytes, an element of another rank than
 
 $$\underbrace{(4 + b_g)}_{\text{to the owner}} + \underbrace{4}_{\text{back}} \quad \text{bytes}$$
 
-A rank has $\frac{1}{N}$ of a matrix. So with 8 ranks and bf16 a rank sends 1.1 bytes per element in
-a step, beside 5.3 for gathers and the reduce. With masters on the owners it would be 0.4, but
-fp32 weights would be there twice. To gather each gradient on all ranks takes 1.8, and each rank
+A rank has $\frac{1}{N}$ of a matrix. So with 8 ranks and bf16 a rank sends 1.09 bytes per element
+in a step, beside 5.25 for gathers and the reduce. With masters on the owners it would be 0.44, but
+fp32 weights would be there twice. To gather each gradient on all ranks takes 1.75, and each rank
 would compute all steps and keep all moments.
 
 **Rounds.** In a round each owner computes about as much. The pieces of the next round and the
@@ -103,12 +103,11 @@ class Owners:
         """
         ### Choose the owners, and make the inner optimizers
 
-        * `groups` has the options of each param group that is stepped whole, by its number. The
-          option `optimizer` is the class
+        * `groups` has the options of each param group that is stepped whole, by its number
         * `paths` are the names of the layers in the plain model
 
-        All ranks call this alike. Raises `RuntimeError` if the class refuses a parameter or an
-        option, if a group has no elements, or if the ranks are in nodes or have parts of weights.
+        All ranks call this alike. Raises `RuntimeError` if a class refuses a parameter or an
+        option, if a group has no elements, or for what is not covered.
         """
         self.stepper = stepper
         self.comm = stepper.comm
@@ -136,7 +135,7 @@ class Owners:
 
     def _check_ranks(self) -> None:
         """
-        #### Refuse ranks that share parameters in other ways than by shards
+        #### Refuse nodes and parts of weights
         """
         refuse = self.stepper.expect
         refuse(self.comm.group.size == self.comm.world_size, "cannot step whole parameters",
@@ -172,8 +171,6 @@ class Owners:
     def _stand_in(self, whole: Whole) -> nn.Parameter:
         """
         #### A parameter of the right shape, with one zero for all elements
-
-        Constructors look at the shape, and their step gets the elements.
         """
         zero = torch.zeros((), dtype=whole.states.master_dtype, device=self.stepper.device)
         return nn.Parameter(zero.expand(whole.shape))
@@ -191,7 +188,7 @@ class Owners:
     @property
     def param_groups(self) -> list[Options]:
         """
-        ### The param group of each inner optimizer, the same object, so that a scheduler reaches it
+        ### The param groups of the inner optimizers, which a scheduler changes
         """
         return [inner.param_groups[0] for inner in self.inner.values()]
 
@@ -223,9 +220,7 @@ class Owners:
 
     def _collect(self, wholes: list[Whole]) -> None:
         """
-        #### Start to send the pieces of some parameters to their owners
-
-        Values and gradients, from each rank that has elements of them. All ranks call it.
+        #### Start to send pieces of values and gradients to the owners (all ranks call it)
         """
         values: dict[Whole, torch.Tensor] = {}
         grads: dict[Whole, torch.Tensor] = {}
@@ -307,9 +302,7 @@ class Owners:
 
     def _give_back(self, trip: Trip) -> None:
         """
-        #### Start to send the new values to all ranks that have elements of them
-
-        All ranks call it.
+        #### Start to send the new values back (all ranks call it)
         """
         values: dict[Whole, torch.Tensor] = {}
         sends: Messages = []
@@ -334,8 +327,8 @@ class Owners:
         """
         #### Put values that have come back into the masters
 
-        The step rounds masters in memory into their shards later, with all other parameters. One in
-        a file is written now.
+        `Zero3Optimizer` rounds masters in memory into their shards later. One in a file is written
+        now.
         """
         while self.going:
             trip = self.going.pop()
@@ -399,7 +392,7 @@ class Owners:
 
     def state_of(self, whole: Whole) -> dict[str, object]:
         """
-        ### The state that this rank has of a parameter: what the inner optimizer has, on the owner
+        ### The state that this rank has of a parameter, if it is the owner
         """
         inner = self.inner[whole.group_index]
         return {} if whole.param is None else inner.state.get(whole.param, {})
@@ -407,8 +400,6 @@ class Owners:
     def put_state(self, whole: Whole, state: dict[str, object]) -> None:
         """
         ### Replace the state of a parameter that this rank owns
-
-        Tensors go to the device of the step.
         """
         assert whole.param is not None, "only the owner has a state"
         found = self.inner[whole.group_index].state
@@ -438,10 +429,9 @@ class Owners:
 
     def spread(self) -> dict[nn.Parameter, Spread]:
         """
-        ### The states of all whole parameters, in pieces, for a checkpoint
+        ### The states of all whole parameters in pieces, for a checkpoint (all ranks call it)
 
-        Each rank gets the moments of the elements in its shard, by the piece of its master that has
-        them. All ranks call it.
+        Each rank gets the moments of the elements in its shard, by the piece of its master.
         """
         if not self.wholes:
             return {}
@@ -593,8 +583,7 @@ def cost(shape: Sequence[int]) -> int:
     r"""
     ## What a step of a parameter costs: $\min(m,n)^2 \max(m,n)$
 
-    A step of Newton-Schulz multiplies an $m \times n$ matrix by its transpose. A vector has one
-    row, and all dimensions but the first make up the columns.
+    A vector has one column, and all dimensions but the first make up the columns.
     """
     rows = shape[0] if len(shape) else 1
     columns = torch.Size(shape).numel() // max(1, rows)
@@ -688,7 +677,7 @@ class Matrices:
         the order of the modules, which is the head; and those in `but`. A bare parameter that
         serves as a table of positions looks like a matrix, so name it there.
 
-        Raises `ValueError` if nothing is chosen, or if `but` names nothing.
+        Raises `ValueError` if nothing is chosen, or if a name in `but` is unknown.
         """
         self.group: Options = {"optimizer": optimizer, **options}
         # For each name why it is left out; an empty string for a hidden matrix.
