@@ -185,7 +185,7 @@ def after_an_error(folder):
 def test_after_an_error_nothing_new_begins_and_only_what_is_in_flight_is_kept(tmp_path):
     """
     Of four layers at most two are whole: the one that computes and the one that is prefetched.
-    Proves I2, I6, `Communicator._begin`, `Communicator.give_up`.
+    Proves I2, I6, `Communicator.begin`, `Communicator.give_up`.
     """
     for rank in run(after_an_error, 2, str(tmp_path)):
         for whole_layers, begun in rank:

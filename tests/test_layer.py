@@ -259,9 +259,9 @@ def diverge(where):
 def test_ranks_that_diverge_get_an_error_that_names_both_sides(where):
     """
     I6: one rank calls another layer of the same size; one goes backward while the other goes
-    forward again. Breaks without the announcement in `Communicator._begin`: the first would train
+    forward again. Breaks without the announcement in `Communicator.begin`: the first would train
     on the other layer's weights, the second wait for ever.
-    Proves I6, `Transfer.wait`, `Transfer._complete`, `Communicator._begin`, `told`,
+    Proves I6, `Transfer.wait`, `Transfer._complete`, `Communicator.begin`, `told`,
     `Transfer.tag`.
     """
     expected = {

@@ -71,6 +71,7 @@ from zero3.offload.in_file import InFile
 from zero3.offload.tensors import TYPES, Broken, type_name
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
 from zero3.optimizer.states import Piece, ShardStates, State, first_state
+from zero3.optimizer.whole import Spread, Whole
 from zero3.sharded import comm_of
 from zero3.whole_model.wrap import Zero3Model
 
@@ -187,6 +188,10 @@ class Entries(Named):
         self.expect(optimizer is None or has_pieces or frozen, "cannot save or load this optimizer",
                     "one of this model's shards", type(optimizer).__name__,
                     "build the optimizer after the model is wrapped, on the wrapped model")
+        # Those who step whole parameters, if there are any.
+        self.owners = optimizer.owners if isinstance(optimizer, Zero3Optimizer) else None
+        # The states of these parameters while they are saved, in pieces like all others.
+        self.spread: dict[nn.Parameter, Spread] = {}
         # Each rank has these whole: buffers, and frozen parameters outside of layers.
         self.replicated = self._find_replicated(paths)
         # Those of them that are in the checkpoint; `check` fills this in.
@@ -263,12 +268,11 @@ class Entries(Named):
             keys = {"param": type_name(flat.dtype)}
             states: dict[int, StatesEntry] = {}
             for index, where, piece in flat.pieces:
+                # Moments go into the files, everything else into the manifest.
+                moments, others = self._state_of(piece)
                 # An optimizer has no state for a parameter that it has not stepped yet.
-                if state := self.state.get(piece):
-                    # Moments go into the files, everything else into the manifest.
-                    moments = {key: value for key, value in state.items()
-                               if isinstance(value, torch.Tensor) and value.dim() == 1}
-                    scalars = {k: encode(v, k) for k, v in state.items() if k not in moments}
+                if moments or others:
+                    scalars = {key: encode(value, key) for key, value in others.items()}
                     entry: StatesEntry = {
                         "param_group": index, "moments": [*moments], "scalars": scalars}
                     keys |= {key: type_name(value.dtype) for key, value in moments.items()}
@@ -286,6 +290,16 @@ class Entries(Named):
                 states))
         return described
 
+    def _state_of(self, piece: nn.Parameter) -> Spread:
+        """
+        #### The optimizer state of a piece
+        """
+        state = self.state.get(piece, {})
+        moments = {key: value for key, value in state.items()
+                   if isinstance(value, torch.Tensor) and value.dim() == 1}
+        others = {key: value for key, value in state.items() if key not in moments}
+        return self.spread.get(piece, Spread(moments, others))
+
     def options(self) -> OptimizerEntry | None:
         """
         ### The optimizer's entry for the manifest: class, param groups and loss scale
@@ -294,11 +308,19 @@ class Entries(Named):
             return None
         return {
             "class": self.optimizer_class,
-            "groups": [encode({k: v for k, v in group.items() if k not in _NOT_SAVED},
-                              "param group") for group in self.param_groups],
+            "groups": [encode({**self._class_of(i), **{
+                k: v for k, v in group.items() if k not in _NOT_SAVED}}, "param group")
+                for i, group in enumerate(self.param_groups)],
             "scale": {key: getattr(self.optimizer, key) for key in _SCALE
                       if hasattr(self.optimizer, key)},
         }
+
+    def _class_of(self, index: int) -> dict[str, str]:
+        """
+        #### The class of a param group that is stepped whole, as one of its saved options
+        """
+        inner = self.owners.inner.get(index) if self.owners else None
+        return {"optimizer": type(inner).__name__} if inner else {}
 
     def manifest(self, described: list[Described]) -> Manifest:
         """
@@ -358,7 +380,7 @@ class Entries(Named):
                         yield values
                         continue
                     for _, where, piece in flat.pieces:
-                        moment = self.state.get(piece, {}).get(entry.key)
+                        moment = self._state_of(piece).moments.get(entry.key)
                         if moment is None:
                             # Only other param groups have this moment, because of their options.
                             moment = torch.zeros(where.stop - where.start, dtype=entry.dtype)
@@ -467,10 +489,15 @@ class Entries(Named):
         if saved:
             self._check_options(saved, groups)
         needed = [self._first_state(group) for group in self.param_groups]
+        for flat, whole in self._wholes():
+            self._check_whole(whole, flat.states[whole.position])
         for flat in self.flats:
-            for index, param, states in zip(flat.indices, flat.found, flat.states, strict=True):
+            wholes = flat.owned.wholes if flat.owned else {}
+            for i, (index, param, states) in enumerate(
+                    zip(flat.indices, flat.found, flat.states, strict=True)):
                 # A parameter that no step has used has no state.
-                if index is not None and (states["moments"] or states["scalars"]):
+                if index is not None and i not in wholes and (
+                        states["moments"] or states["scalars"]):
                     _check_states(param.name, states, needed[index])
             if not flat.owned:
                 # One of torch's optimizers has a single state for the shard.
@@ -478,6 +505,28 @@ class Entries(Named):
                 _expect(all(states == shared[0] for states in shared),
                         f"the parameters from `{flat.found[0].name}` on share a shard here, and "
                         "have different optimizer states, different numbers of steps for instance")
+
+    def _wholes(self) -> Iterator[tuple[Flat, Whole]]:
+        """
+        #### The parameters that are stepped whole
+        """
+        flats = {flat.owned: flat for flat in self.flats}
+        for whole in self.owners.wholes if self.owners else ():
+            yield flats[whole.states], whole
+
+    def _check_whole(self, whole: Whole, states: StatesEntry) -> None:
+        """
+        #### Compare the names of the saved states of a parameter with those that its owner needs
+        """
+        assert self.owners
+        inner = self.owners.inner[whole.group_index]
+        options = {key: value for key, value in inner.param_groups[0].items() if key != "params"}
+        like = torch.zeros((2,) * len(whole.shape))
+        needed = _first_state(type(inner), {}, options, like)
+        there = {*states["moments"], *states["scalars"]}
+        _expect(not there or not needed or there == needed.keys(),
+                f"`{whole.name}` has {sorted(there)} there, and {type(inner).__name__} needs "
+                f"{sorted(needed)}")
 
     def _check_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """
@@ -487,7 +536,12 @@ class Entries(Named):
         """
         for theirs, mine in groups.items():
             here = self.param_groups[mine]
-            for key, value in decode(saved["groups"][theirs]).items():
+            options = decode(saved["groups"][theirs])
+            classes = [each.pop("optimizer", self.optimizer_class)
+                       for each in (options, self._class_of(mine))]
+            _expect(classes[0] == classes[1], f"param group {theirs} is stepped by {classes[0]} "
+                    f"there, and by {classes[1]} here")
+            for key, value in options.items():
                 # A scheduler adds options such as `initial_lr`, which this group may not have yet.
                 like = here.get(key, here.get("lr") if key.endswith("lr") else None)
                 fits = _kind(value) == _kind(like) if like is not None else type(value) is not dict
@@ -506,11 +560,7 @@ class Entries(Named):
         """
         cls, kwargs = getattr(self.optimizer, "made_by", (type(self.optimizer), {}))
         two = torch.zeros(2, device=getattr(self.optimizer, "device", self.device))
-        # Nothing is known about a class that needs more arguments than its options.
-        try:
-            return first_state(cls, kwargs, group, two)
-        except TypeError:
-            return {}
+        return _first_state(cls, kwargs, group, two)
 
     # --------------------------------------------------------------------------------------- load
 
@@ -567,6 +617,9 @@ class Entries(Named):
                 param = self.shard(checkpoint, flat, "param")
                 values.copy_(param)
                 self._take_states(checkpoint, flat, values.dtype, param.dtype)
+        for flat, whole in self._wholes():
+            if whole.param is not None:
+                self._take_whole(checkpoint, flat, whole)
         for name, tensor in self.found.items():
             tensor.copy_(checkpoint.replicated(self.comm.rank, name))
         if self.optimizer is not None:
@@ -584,7 +637,10 @@ class Entries(Named):
         """
         for index, where, piece in flat.pieces:
             # All parameters of a piece have the same state.
-            states = flat.states[flat.within(where)[0]]
+            position = flat.within(where)[0]
+            if flat.owned and position in flat.owned.wholes:
+                continue
+            states = flat.states[position]
             new: dict[str, object] = {}
             for key in sorted(states["moments"]):
                 moment = self.shard(checkpoint, flat, key, where)
@@ -599,13 +655,32 @@ class Entries(Named):
             if new:
                 self.state[piece] = new
 
+    def _take_whole(self, checkpoint: CheckpointReader, flat: Flat, whole: Whole) -> None:
+        """
+        #### Load the state of a parameter that this rank owns
+
+        Whatever ranks saved it: the owner reads all of it.
+        """
+        states = flat.states[whole.position]
+        read = partial(checkpoint.read, flat.found[whole.position])
+        new: dict[str, object] = {}
+        for key in states["moments"]:
+            moment = read(key, 0, whole.numel).view(whole.shape)
+            # A moment that was saved in the master's data type gets this master's.
+            same = moment.dtype == read("param", 0, 1).dtype
+            new[key] = moment.to(whole.states.master_dtype) if same else moment
+        assert self.owners
+        self.owners.put_state(whole, {**new, **decode(states["scalars"])})
+
     def _take_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """
         #### Load the options of the param groups, such as the learning rate, and the loss scale
         """
         for theirs, mine in groups.items():
             group = self.param_groups[mine]
-            for key, value in decode(saved["groups"][theirs]).items():
+            options = decode(saved["groups"][theirs])
+            options.pop("optimizer", None)
+            for key, value in options.items():
                 old = group.get(key)
                 if isinstance(old, torch.Tensor):
                     old.copy_(torch.as_tensor(value))
@@ -630,6 +705,17 @@ def _expect(good: bool, problem: str) -> None:
     """
     if not good:
         raise Broken(problem)
+
+
+def _first_state(make: object, kwargs: dict[str, object], group: dict[str, object],
+                 two: torch.Tensor) -> dict[str, object]:
+    """
+    #### The first state of a parameter, or nothing if the class cannot be made with these options
+    """
+    try:
+        return first_state(make, kwargs, group, two)
+    except (TypeError, ValueError):
+        return {}
 
 
 def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict[int, int]:

@@ -337,7 +337,7 @@ def _dcp_groups(checkpoint: CheckpointReader, trained: list[str]) -> list[dict[s
     if optimizer is None:
         # A checkpoint made from DeepSpeed's has moments but no options.
         return [_dcp_group("AdamW", {}, trained)] if trained else []
-    return [_dcp_group(optimizer["class"], options, [
+    return [_dcp_group(options.pop("optimizer", optimizer["class"]), options, [
                 param.name for param in checkpoint.params if param.entry["param_group"] == i])
             for i, options in enumerate(decode(optimizer["groups"]))]
 
@@ -350,7 +350,7 @@ def _dcp_group(optimizer_class: str, options: dict[str, object], names: list[str
     Loaders ask for some that a checkpoint does not have, such as `fused`.
     """
     make_optimizer = getattr(torch.optim, optimizer_class, torch.optim.AdamW)
-    defaults = make_optimizer([torch.zeros(1)]).state_dict()["param_groups"][0]
+    defaults = make_optimizer([torch.zeros(1, 1)]).state_dict()["param_groups"][0]
     options = {**defaults, **options}
     return {"initial_lr": options["lr"], **options, "params": names}
 

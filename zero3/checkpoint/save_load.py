@@ -211,6 +211,8 @@ class Saving:
 
         A full disk is an error before anything is written, because all ranks reserve space first.
         """
+        if self.entries.owners is not None:
+            self.entries.spread = self.entries.owners.spread()
         # Each rank describes its own part of the model. This merges all of them (all-gather).
         with self._on_all_ranks():
             described = self._prepare(extra)

@@ -143,7 +143,7 @@ class Communicator(Peers):
         # The fetch stream waits for the compute stream: the optimizer wrote the shards there, and
         # the memory that is allocated now had its last reader there.
         with self.on(self.fetch_stream):
-            transfer = self._begin([self.group], [sender], "gather", pairs)
+            transfer = self.begin([self.group], [sender], "gather", pairs)
             for full, shard in pairs:
                 self._check_shard(sender, full, shard)
                 allocate(full)
@@ -171,7 +171,7 @@ class Communicator(Peers):
         """
         # The backup stream waits for the compute stream, which wrote the gradients.
         with self.on(self.backup_stream):
-            transfer = self._begin([self.group], senders, "reduce", pairs)
+            transfer = self.begin([self.group], senders, "reduce", pairs)
             transfer.add = self.total
             for i, (grad, buffer) in enumerate(pairs):
                 if self.group.size == 1:
@@ -266,7 +266,7 @@ class Communicator(Peers):
         """
         rows = mine.repeat(group.size, 1)
         with self.on(self.fetch_stream):
-            transfer = self._begin([group], [sender], "norm", [(rows, mine)], options)
+            transfer = self.begin([group], [sender], "norm", [(rows, mine)], options)
             self.gather_rows(transfer, group, rows)
             transfer.count(group, mine.nbytes)
             transfer.done.record()
@@ -351,10 +351,10 @@ class Communicator(Peers):
 
     # ------------------------------------------------------------------- the same on all ranks
 
-    def _begin(self, groups: list[Group], senders: Sequence[Sender], action: str,
-               pairs: Pairs, options: str = "") -> Transfer:
+    def begin(self, groups: list[Group], senders: Sequence[Sender], action: str,
+              pairs: Pairs, options: str = "") -> Transfer:
         """
-        #### Announce what this rank is about to send
+        ### Announce what this rank is about to send
 
         32 bytes to each other rank of these groups, ahead of the data and without waiting.
 
@@ -448,7 +448,7 @@ class Communicator(Peers):
                     step()
         for group in groups:
             with suppress(RuntimeError):
-                in_flight.lose(self._begin([group], [sender], "fault", []))
+                in_flight.lose(self.begin([group], [sender], "fault", []))
 
     # -------------------------------------------------------------------- while a model is wrapped
 

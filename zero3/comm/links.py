@@ -248,7 +248,7 @@ class LinkedCommunicator(Communicator):
             near = all(id(full) in self._kept for full, _ in pairs)
             groups = [self.group] if near else [*self.sharers]
             action = "gather from the node" if near else "gather"
-            transfer = self._begin(groups, [sender], action, pairs)
+            transfer = self.begin(groups, [sender], action, pairs)
             rows = []
             # Real floats are encoded.
             encodings = [self.links.weights if full.is_floating_point() and not exact else None
@@ -368,7 +368,7 @@ class LinkedCommunicator(Communicator):
         if encoding is None or self.group.size == 1:
             return super().reduce_scatter(senders, pairs)
         with self.on(self.backup_stream):
-            transfer = self._begin([self.group], senders, "reduce", pairs)
+            transfer = self.begin([self.group], senders, "reduce", pairs)
             transfer.add = self._add_decoded
             for i, (grad, buffer) in enumerate(pairs):
                 coded = encoding.encode(self.rows(grad))  # (world_size, n) uint8
@@ -429,7 +429,7 @@ class LinkedCommunicator(Communicator):
             start = self._exchange_nodes if has_nodes else self._exchange_replicas
             totals = [self._slice_row(each) for each in sums]
             pairs = [(total, total) for total in totals]
-            transfer = self._begin([group], [sender], "exchange", pairs)
+            transfer = self.begin([group], [sender], "exchange", pairs)
             transfer.add = partial(self._add_in, group)
             for i, each in enumerate(sums):
                 start(transfer, i, each)

@@ -79,6 +79,7 @@ class Ledger:
     | reduced | the shard's gradient is there, for each layer of a bucket |
     | free | full parameters, or the buffers of a reduce, are freed |
     | norm | the ranks tell each other the norms of their gradients |
+    | collect, give back | pieces go to the owners of whole parameters; new values come back |
     | step | a shard is updated |
     | offload, vacate | a compiled model copies optimizer states to CPU memory; they are freed |
     | reload | it copies them back: they have their memory |

@@ -119,7 +119,8 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
       last run in `no_sync()`
 
     Raises `RuntimeError` if the model is not a `Zero3Sequential` of plain layers with one
-    `Offload`, if param groups keep different states, or with nodes, replicas or encodings.
+    `Offload`, if param groups keep different states, or with nodes, replicas, encodings or
+    parameters that are stepped whole.
     """
     modules = getattr(optimizer.model, "module_list", ())
     chain = [layer for layer in modules if getattr(layer, "flats", ())]
@@ -137,9 +138,10 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
     elsewhere = [layer.offload for layer in chain if isinstance(layer.offload, Offload)]
     plain = (comm.group.size == comm.world_size and comm.replicas.size == 1
              and not (links and (links.weights or links.gradients))
-             and not any(each.frozen for each in elsewhere))
-    optimizer.expect(plain, "cannot predict", "one group of ranks, without encodings",
-                     "nodes, replicas or encodings", "measure with `Ledger`")
+             and not any(each.frozen for each in elsewhere) and not optimizer.owners.wholes)
+    optimizer.expect(plain, "cannot predict", "one group of ranks, without encodings, and an "
+                     "elementwise step", "nodes, replicas, encodings or owners of whole parameters",
+                     "measure with `Ledger`")
     ((moments, step_bytes),) = kept
     found = predict(
         describe(modules), comm.world_size, moments=moments, step_bytes=step_bytes,

@@ -64,7 +64,7 @@ def told(comm: Sharers, row: list[int]) -> str:
         name = comm.labels[idx]
     elif idx != ALONE:
         name = f"layer {idx}"
-    elif action == "norm":
+    elif action in ("norm", "pieces"):
         name = "the gradients"
     else:
         name = "a layer in no chain"

@@ -55,10 +55,10 @@ reduced together (`buckets.py`).
 **Run this**: `make train ARGS="--dtype fp16 --loss-scale dynamic --accumulate 4 --clip 1.0"`. With
 `bf16` the same works without a loss scale.
 
-**Not covered, and what that costs**: optimizers that look at more than one element at a time. A
-shard has no rows and columns, and its norm is not the norm of a layer. LAMB and LARS divide by the
-norm of each matrix, Adafactor and Muon need its shape, and L-BFGS takes products of the whole
-gradient. On shards they would compute something else. Those of torch are refused. An optimizer that
+**Not covered, and what that costs**: as `optimizer_class`, an optimizer that looks at more than one
+element at a time. A shard has no rows and columns, and its norm is not the norm of a layer. LAMB,
+LARS, Adafactor and Muon step whole parameters: return them from `group_by` as `"optimizer"` (see
+`whole.py`). L-BFGS takes products of the whole gradient, and is refused. An optimizer that
 counts its steps in the param group counts several in a step, because it is called once for each
 large shard, and once for each batch of small ones.
 
@@ -100,10 +100,11 @@ from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.states import Piece, ShardStates, moments_of
+from zero3.optimizer.whole import Owners, always_whole, elementwise, elementwise_first
 from zero3.sharded import ShardedModel
 
-# These optimizers of torch cannot step a flat, dense shard.
-_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+# These optimizers of torch look at more than one parameter, or at a part of one.
+_REFUSED = ("LBFGS", "SparseAdam")
 # A dynamic loss scale starts here.
 _FIRST_SCALE = 65536.0
 
@@ -149,7 +150,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
           `fused=True` is added if the optimizer knows it and all parameters are real
         * `group_by` gets the name and the parameter, which has a shape but no values, and returns
           the options that differ for it: `lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}`
-          decays matrices only
+          decays matrices only. With `"optimizer"`, a class, the parameter is stepped whole by that
+          class, and the other options are all of its options (see `whole.py`)
         * `loss_scale` is a number, or "dynamic". A dynamic scale starts at 65536, halves when a
           gradient overflows, and doubles after `scale_window` steps without overflow. It never goes
           below `scale_floor`
@@ -174,7 +176,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         self.comm = self.layers[0].comm if self.layers else Communicator()
         self.listener: Listener = Silence()
         self.offload = Offload.of(offload)
-        self.group_by = group_by or (lambda name, param: {})
+        self.group_by = always_whole(optimizer_class, kwargs, group_by or (lambda name, param: {}))
         self.clip_grad_norm = clip_grad_norm
         self.reduce_dtype = reduce_dtype
         self.bucket_bytes = bucket_bytes
@@ -227,13 +229,12 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### Refuse an optimizer or a model that would train differently on shards
 
-        Muon, for instance, needs the rows and columns of a matrix, and a shard has none. A
-        trainable parameter outside of the layers would never be stepped, because the optimizer
-        takes only shards.
+        L-BFGS, for instance, takes products of the whole gradient. A trainable parameter outside of
+        the layers would never be stepped, because the optimizer takes only shards.
         """
         name = getattr(optimizer_class, "__name__", optimizer_class)
-        self.expect(name not in _NOT_ELEMENTWISE, "cannot use this class", "an elementwise one, "
-                    "because a shard has no rows and columns", name, "take AdamW, for instance")
+        self.expect(name not in _REFUSED, "cannot use this class", "one that steps each parameter "
+                    "by itself, with a dense gradient", name, "take AdamW, for instance")
         check_groups(self.layers)
         names = stray(self.model)
         self.expect(not names, "would miss parameters", "all in Zero3Layers, which take the mean "
@@ -293,6 +294,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
             # Parameters with equal options share a group.
             indices = [options.index(each) for each in special[flat]]
             found.append(ShardStates(layer, name, flat, dtype, indices, self._spans(flat)))
+        elementwise_first(options, found)
         return found
 
     def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> torch.dtype:
@@ -324,7 +326,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         for slot in flat.slots:
             name = f"{path}.{slot.names[0]}".strip(".")
             special = self.group_by(name, slot.param)
-            self.expect(not self.takes or special.keys() <= self.takes, "cannot use `group_by`",
+            known = not self.takes or "optimizer" in special or special.keys() <= self.takes
+            self.expect(known, "cannot use `group_by`",
                         f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
                         "correct the name of the option")
             found.append(special)
@@ -367,7 +370,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         # Step a parameter of two elements, to see which moments this optimizer keeps.
         two = torch.zeros(2, device=self.device)
         moments: dict[str, None] = {}
-        for group in options:
+        for group in elementwise(options):
             moments |= dict.fromkeys(moments_of(optimizer_class, kwargs, group, two)[0])
         self.moments = list(moments)
         # Check now whether there is room for everything. The first step creates the moments, and
@@ -402,18 +405,21 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         A *piece* is a part of a master with one param group (see `Piece`). The formula of the step
         is torch's own.
         """
-        groups = [{**each, "params": self._params_of(i)} for i, each in enumerate(options)]
-        self.inner = optimizer_class(groups, **kwargs)
+        groups = [{**each, "params": self._params_of(i)}
+                  for i, each in enumerate(elementwise(options))]
+        self.inner = optimizer_class(groups or [{"params": []}], **kwargs)
+        del self.inner.param_groups[len(groups):]
         self.made_by = (optimizer_class, kwargs)
         whose = [(states.name, states.flat.slots[0].names, states.group_indices)
                  for states in self.shard_states]
         self._layout = zlib.crc32(str(whose).encode())
-        super().__init__(self.inner.param_groups, self.inner.defaults)
+        super().__init__(self.inner.param_groups or [{"params": []}], self.inner.defaults)
+        # Parameters that are stepped whole have optimizers of their own, for the other groups.
+        self.owners = Owners(self, dict([*enumerate(options)][len(groups):]),
+                             plain_paths(self.model))
         self.complete = True
-        # Both optimizers share param groups and states, so a scheduler that sets a learning rate
-        # here sets it there.
-        self.param_groups = self.inner.param_groups
-        self.state = self.inner.state
+        self._share_groups()
+        self.regroup()
         for states in self.shard_states:
             states.release_pieces(self.state)
 
@@ -423,6 +429,15 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         return [piece.param for states in self.shard_states for piece in states.pieces
                 if piece.group_index == group_index]
+
+    def _share_groups(self) -> None:
+        """
+        #### Share param groups and states with the optimizers inside
+
+        So a scheduler that sets a learning rate here sets it there.
+        """
+        self.param_groups = [*self.inner.param_groups, *self.owners.param_groups]
+        self.state = self.inner.state
 
     def regroup(self) -> None:
         """
@@ -613,6 +628,11 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
             pieces[states] = states.split_by_use(flags, self.state)
         if used:
             self.regroup()
+        self.owners.step(used, factor)
+        # The owners have stepped the pieces of whole parameters.
+        count = len(self.inner.param_groups)
+        pieces = {states: [piece for piece in stepped if piece.group_index < count]
+                  for states, stepped in pieces.items()}
         batches = self._batches([states for states in pieces if any(used.get(states, [True]))])
         for i, batch in enumerate(batches):
             # If states rest in files, one buffer is being written, one has the states of this
@@ -804,6 +824,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         for states in self.shard_states:
             yield states.grad
+        yield from self.owners.held_tensors()
         yield from self.offload.memory()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -836,13 +857,16 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
             with states.in_memory(self.state, write=False) as (master, _):
                 masters.append(_kept(master, in_buffer))
                 for piece in states.pieces:
-                    known[piece.param] = {key: _kept(value, in_buffer)
-                                          for key, value in self.state[piece.param].items()}
+                    known[piece.param] = {
+                        key: _kept(value, in_buffer)
+                        for key, value in self.state.get(piece.param, {}).items()}
         found = self.inner.state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         # In the order of the params, whichever of them was stepped first.
         found["state"] = {i: known[params[i]] for i in sorted(found["state"])}
-        return {**found, "masters": masters, "place": self._place,
+        found["param_groups"] += [{**group, "params": []} for group in self.owners.param_groups]
+        return {**found, "masters": masters, "wholes": self.owners.state_dict(),
+                "place": self._place,
                 "cuts": [states.piece_numbers() for states in self.shard_states],
                 "loss_scale": self.loss_scale, "good_steps": self.good_steps,
                 "skipped_steps": self.skipped_steps}
@@ -882,9 +906,12 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
                 # Cut like the saved pieces, between parameters that were used in different steps.
                 states.repartition(numbers, self.state)
             self.regroup()
-        self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        self.param_groups = self.inner.param_groups
-        self.state = self.inner.state
+        # The groups of the wrapped optimizer come first, and so do their numbers.
+        groups = state_dict["param_groups"]
+        count = len(self.inner.param_groups) if len(groups) == len(self.param_groups) else None
+        self.inner.load_state_dict({"state": state_dict["state"], "param_groups": groups[:count]})
+        self.owners.load_state_dict(state_dict.get("wholes", {}), groups[count:])
+        self._share_groups()
         for states, saved in zip(self.shard_states, masters, strict=True):
             with states.in_memory(self.state) as (master, _):
                 master.copy_(saved)

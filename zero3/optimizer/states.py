@@ -88,6 +88,8 @@ class ShardStates:
     group_indices: list[int]  # the param group of each parameter in the flat one
     spans: list[slice]  # where in the shard each of these is; padding belongs to the one before it
     pieces: list[Piece] = field(default_factory=list)
+    # The parameters that are stepped whole, by number. Each has pieces of its own.
+    wholes: set[int] = field(default_factory=set)
     # (shard_numel,), fp32 or wider, in memory; `None` while it rests in a file.
     master: Any = None
     shard_is_master: bool = False
@@ -541,7 +543,7 @@ class ShardStates:
         Yields the states of the piece's parameter, the moment's name in them, and the view.
         """
         for piece in self.pieces:
-            known = state[piece.param]
+            known = state.get(piece.param, {})
             for name, value in known.items():
                 if name in views and isinstance(value, torch.Tensor):
                     yield known, name, views[name][piece.where]
@@ -558,12 +560,13 @@ class ShardStates:
           piece that was merged has none
         """
         self.bring_back()
-        # Only parameters that have elements in this rank's shard.
-        here = [each for each in zip(self.spans, self.group_indices, keys, strict=True)
+        # Only parameters that have elements in this rank's shard. A whole one is a piece by itself.
+        alone = [i if i in self.wholes else -1 for i in range(len(self.spans))]
+        here = [each for each in zip(self.spans, self.group_indices, keys, alone, strict=True)
                 if each[0].start < each[0].stop]
         old = self.pieces
         pieces = []
-        for (group_index, _), run in groupby(here, key=lambda each: each[1:]):
+        for (group_index, *_), run in groupby(here, key=lambda each: each[1:]):
             spans = [span for span, *_ in run]
             where = slice(spans[0].start, spans[-1].stop)
             pieces.append(self._piece(group_index, where, state))

@@ -1,0 +1,723 @@
+r"""
+# Optimizers that need whole matrices
+
+`Owners` steps parameters whole, each on one rank, so that Muon, LAMB or Adafactor train a sharded
+model with the bits of plain PyTorch.
+
+**A gradient of four numbers on two ranks.** [Muon](https://kellerjordan.github.io/posts/muon/)
+makes the singular values of a gradient almost equal, by five iterations of Newton-Schulz. A flat
+parameter is cut anywhere, here between the rows of a $2 \times 2$ matrix:
+
+| | rank 0 | rank 1 | |
+|---|---|---|---|
+| gradient, in shards | 3 1 | 1 3 | |
+| Muon of each shard | .65 .22 | .22 .65 | a row alone keeps its direction |
+| **Muon of the matrix** | **.90 -.21** | **-.21 .90** | off the diagonal the sign changes |
+
+So each such parameter gets one *owner* among the ranks that share it. The owner receives the pieces
+of values and gradient, steps the whole tensor with torch's own class, and sends the new values
+back. That gives the bits of plain PyTorch. All other parameters are stepped in their shards:
+
+```python
+rule = Matrices(plain, lr=0.02, weight_decay=0.1)  # from the model before it is sharded
+print(rule)                                        # what it has chosen, and why
+model = wrap(plain, Block)
+optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=3e-4, group_by=rule, clip_grad_norm=1.0)
+scheduler = CosineAnnealingLR(optimizer, 1000)     # of both optimizers
+optimizer.backward(loss_of(model(x)))
+optimizer.step()
+```
+
+**Who owns what.** Newton-Schulz on an $m \times n$ matrix takes time in proportion to
+
+$$\min(m,n)^2 \max(m,n)$$
+
+The most expensive matrix comes first, and each goes to the rank with the least to do. For Llama 8B
+on 64 ranks the slowest owner computes 1.11 times the mean. GPT-2 has only 48 matrices, so on 64
+ranks it is 1.78 times.
+
+**What rests where.** Gradients are reduced into the shards as always, and masters stay there, so
+tiers, checkpoints and edits of weights work as before. Moments live whole on the owner. With
+masters of 4 bytes and gradients of $b_g$ bytes, an element of another rank than the owner costs
+
+$$\underbrace{(4 + b_g)}_{\text{to the owner}} + \underbrace{4}_{\text{back}} \quad \text{bytes}$$
+
+A rank has $\frac{1}{N}$ of a matrix. So with 8 ranks and bf16 a rank sends 1.09 bytes per element
+in a step, beside 5.25 for gathers and the reduce. With masters on the owners it would be 0.44, but
+fp32 weights would be there twice. To gather each gradient on all ranks takes 1.75, and each rank
+would compute all steps and keep all moments.
+
+**Rounds.** In a round each owner computes about as much. The pieces of the next round and the
+values of the previous one travel meanwhile.
+
+**Run this**: `python -m pytest tests/optimizer/test_whole.py -k bits`.
+
+**Not covered, and what that costs**: two rounds are in memory at once. Each replica computes all
+steps. Moments of whole parameters rest in memory, also if other states are in files. The assignment
+knows the cost of Newton-Schulz only. If an owner's step fails, others have stepped already. Meshes
+with nodes, and matrices that tensor parallelism has split, are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+
+from zero3.comm.collectives import Communicator, Transfer
+from zero3.comm.order import Sender, node_of
+from zero3.comm.parts import part_of
+from zero3.flat import Slot
+from zero3.guards.options import expect
+from zero3.optimizer.states import ShardStates, State
+
+# What makes an optimizer of param groups and options: a class of `torch.optim`, for instance.
+Maker = Callable[..., torch.optim.Optimizer]
+Options = dict[str, object]
+GroupBy = Callable[[str, nn.Parameter], Options]
+# Tensors, each with the rank that it goes to or comes from.
+Messages = list[tuple[int, torch.Tensor]]
+# Classes of torch that step whole parameters. A shard would be stepped by another rule.
+_WHOLE = ("Adafactor", "Muon")
+# The advice about a parameter that such a class refuses.
+_CURE = ("give this optimizer the hidden matrices alone, and the rest to another one: "
+         "`Zero3Optimizer(model, torch.optim.AdamW, group_by=Matrices(plain))`")
+
+
+class Owners:
+    """
+    ## The owners of whole parameters, and their step
+
+    Each `Zero3Optimizer` has one of these. It has no parameters unless a param group has the option
+    `optimizer`.
+    """
+
+    def __init__(self, stepper: Stepper, groups: dict[int, Options], paths: dict[nn.Module, str]):
+        """
+        ### Choose the owners, and make the inner optimizers
+
+        * `groups` has the options of each param group that is stepped whole, by its number
+        * `paths` are the names of the layers in the plain model
+
+        All ranks call this alike. Raises `RuntimeError` if a class refuses a parameter or an
+        option, if a group has no elements, or for what is not covered.
+        """
+        self.stepper = stepper
+        self.comm = stepper.comm
+        self.wholes = [
+            Whole(f"{paths[states.layer]}.{slot.names[0]}".strip("."), states, position)
+            for states in stepper.shard_states for position, slot in enumerate(states.flat.slots)
+            if position in states.wholes and slot.view.numel()]
+        # Pieces on their way to the owners, and values on their way back.
+        self.coming: list[Trip] = []
+        self.going: list[Trip] = []
+        if groups:
+            self._check_ranks()
+            self._check_groups(groups)
+        owners = assign([whole.cost for whole in self.wholes], self.comm.world_size)
+        for whole, owner in zip(self.wholes, owners, strict=True):
+            whole.owner = owner
+            if owner == self.comm.rank:
+                whole.param = self._stand_in(whole)
+        self.inner = {index: self._make(index, options) for index, options in groups.items()}
+        for whole in self.wholes:
+            if whole.param is not None:
+                whole.param.data = whole.param.new_empty(0)
+
+    # --------------------------------------------------------------------------------------- build
+
+    def _check_ranks(self) -> None:
+        """
+        #### Refuse nodes and parts of weights
+        """
+        refuse = self.stepper.expect
+        refuse(self.comm.group.size == self.comm.world_size, "cannot step whole parameters",
+               "one group of ranks that share each shard", "a mesh with nodes",
+               "use a mesh of one dimension, or (\"replicate\", \"shard\")")
+        for whole in self.wholes:
+            refuse(part_of(whole.states.layer.module, whole.slot.names[0]) is None,
+                   f"cannot step `{whole.name}` whole", "a matrix that is sharded and not split",
+                   "a part of it, because of tensor parallelism", "leave it out of the group, or "
+                   "train without `tensor_parallel`")
+
+    def _check_groups(self, groups: dict[int, Options]) -> None:
+        """
+        #### Let each class look at its parameters, on all ranks
+
+        The owner alone would raise the error later, and the others would wait for it.
+        """
+        known = {index for theirs in self.comm.stages.gather(
+            [whole.group_index for whole in self.wholes]) for index in theirs}
+        for index, options in groups.items():
+            self.stepper.expect(index in known, "would leave an optimizer without work",
+                                "a parameter with elements", f"none for {options}",
+                                "correct `group_by`, or leave this group out")
+        for whole in self.wholes:
+            options = dict(groups[whole.group_index])
+            make = options.pop("optimizer")
+            try:
+                make([{"params": [self._stand_in(whole)]}], **options)  # type: ignore[operator]
+            except (TypeError, ValueError) as error:
+                self.stepper.expect(False, f"cannot step `{whole.name}`", "parameters and options "
+                                    f"that {_class_name(make)} takes", f"{error}", _CURE)
+
+    def _stand_in(self, whole: Whole) -> nn.Parameter:
+        """
+        #### A parameter of the right shape, with one zero for all elements
+        """
+        zero = torch.zeros((), dtype=whole.states.master_dtype, device=self.stepper.device)
+        return nn.Parameter(zero.expand(whole.shape))
+
+    def _make(self, index: int, options: Options) -> torch.optim.Optimizer:
+        """
+        #### The inner optimizer of a param group, with the parameters that this rank owns
+        """
+        options = dict(options)
+        make = options.pop("optimizer")
+        params = [whole.param for whole in self.wholes
+                  if whole.param is not None and whole.group_index == index]
+        return make([{"params": params}], **options)  # type: ignore[operator]
+
+    @property
+    def param_groups(self) -> list[Options]:
+        """
+        ### The param groups of the inner optimizers, which a scheduler changes
+        """
+        return [inner.param_groups[0] for inner in self.inner.values()]
+
+    # ---------------------------------------------------------------------------------------- step
+
+    def step(self, used: dict[ShardStates, list[bool]], factor: float) -> None:
+        """
+        ### Step all whole parameters that have a gradient
+
+        * `used` says which parameters have one; in shards that are not in there, all have
+        * `factor` unscales and clips the gradients
+
+        All ranks call it. The new values are in the masters afterwards, and not yet in the shards.
+        """
+        stepped = [whole for whole in self.wholes if whole.states.has_grad
+                   and (whole.states not in used or used[whole.states][whole.position])]
+        try:
+            for wholes in in_rounds(stepped):
+                self._collect(wholes)
+                # The pieces of this round travel while the round before is computed.
+                if len(self.coming) > 1:
+                    self._compute(self.coming[0], factor)
+            for trip in [*self.coming]:
+                self._compute(trip, factor)
+            self._land()
+        finally:
+            self.coming.clear()
+            self.going.clear()
+
+    def _collect(self, wholes: list[Whole]) -> None:
+        """
+        #### Start to send pieces of values and gradients to the owners (all ranks call it)
+        """
+        values: dict[Whole, torch.Tensor] = {}
+        grads: dict[Whole, torch.Tensor] = {}
+        sends: Messages = []
+        receives: Messages = []
+        for whole in wholes:
+            mine = self._piece(whole)
+            if whole.owner != self.comm.rank:
+                sends += [(whole.owner, part) for part in mine]
+                continue
+            # (numel,) each, device
+            both = [part.new_empty(whole.numel) for part in mine]
+            for target, part in zip(both, mine, strict=True):
+                target[whole.within(whole.owner)] = part
+                receives += [(rank, target[where]) for rank, where in self._of_others(whole)]
+            values[whole], grads[whole] = both
+        nbytes = sum(whole.numel * (whole.states.master_dtype.itemsize
+                                    + whole.states.grad_dtype.itemsize) for whole in wholes)
+        trip = Trip(wholes, self._start(nbytes, sends, receives), values, grads)
+        self.coming.append(trip)
+        self.stepper.listener.record(self.stepper, "collect", nbytes, trip.transfer)
+
+    def _piece(self, whole: Whole) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        #### Values and gradient of this rank's elements of a parameter, on the layer's device
+        """
+        where = whole.in_shard(self.comm.rank)
+        states = whole.states
+        with states.in_memory(self.stepper.state, write=False) as (master, grad):
+            # The next shard gets the buffer of one that rests in a file.
+            copies = states.in_file is not None
+            master, grad = (each[where].to(states.layer.device, copy=copies)
+                            for each in (master, grad))
+            return master, grad
+
+    def _compute(self, trip: Trip, factor: float) -> None:
+        """
+        #### Step the parameters that have arrived, and start to send their values back
+        """
+        trip.transfer.wait()
+        for whole, values in trip.values.items():
+            self._step_one(whole, values, trip.grads[whole], factor)
+        trip.grads.clear()
+        self.coming.remove(trip)
+        # The values of the round before have travelled while this one was computed.
+        self._land()
+        self._give_back(trip)
+
+    def _step_one(self, whole: Whole, values: torch.Tensor, grad: torch.Tensor, factor: float
+                  ) -> None:
+        """
+        #### Unscale, clip and step one parameter
+
+        * `values` is `(numel,)` and gets the new values; `grad` is `(numel,)`
+        """
+        param: nn.Parameter = whole.param  # type: ignore[assignment]
+        inner = self.inner[whole.group_index]
+        group = inner.param_groups[0]
+        pieces = group["params"]
+        wide = grad.to(values.dtype)
+        if factor != 1:
+            wide = wide.mul_(factor)
+        device = self.stepper.device
+        param.data = values.to(device).view(whole.shape)
+        param.grad = wide.to(device).view(whole.shape)
+        group["params"] = [param]
+        try:
+            inner.step()
+        except Exception as error:
+            self.comm.fail(self.stepper, f"cannot step `{whole.name}`",
+                           f"a step of {type(inner).__name__}", f"{type(error).__name__}: {error}",
+                           "look at this error, and start again: others have been stepped")
+        finally:
+            group["params"] = pieces
+        # Another device has a copy of the values.
+        values.copy_(param.data.view(-1))
+        param.grad = None
+        param.data = param.new_empty(0)
+
+    def _give_back(self, trip: Trip) -> None:
+        """
+        #### Start to send the new values back (all ranks call it)
+        """
+        values: dict[Whole, torch.Tensor] = {}
+        sends: Messages = []
+        receives: Messages = []
+        for whole in trip.wholes:
+            if whole in trip.values:
+                found = trip.values[whole]
+                values[whole] = found[whole.within(whole.owner)]
+                sends += [(rank, found[where]) for rank, where in self._of_others(whole)]
+                continue
+            where = whole.within(self.comm.rank)
+            # (the elements of this rank,), device
+            values[whole] = torch.empty(where.stop - where.start, dtype=whole.states.master_dtype,
+                                        device=whole.states.layer.device)
+            receives.append((whole.owner, values[whole]))
+        nbytes = sum(whole.numel * whole.states.master_dtype.itemsize for whole in trip.wholes)
+        back = Trip(trip.wholes, self._start(nbytes, sends, receives), values)
+        self.going.append(back)
+        self.stepper.listener.record(self.stepper, "give back", nbytes, back.transfer)
+
+    def _land(self) -> None:
+        """
+        #### Put values that have come back into the masters
+
+        `Zero3Optimizer` rounds masters in memory into their shards later. One in a file is written
+        now.
+        """
+        while self.going:
+            trip = self.going.pop()
+            trip.transfer.wait()
+            for whole, piece in trip.values.items():
+                if not len(piece):
+                    continue
+                in_file = whole.states.in_file is not None
+                with whole.states.in_memory(self.stepper.state, write=in_file) as (master, _):
+                    master[whole.in_shard(self.comm.rank)] = piece.to(master.device)
+
+    def _of_others(self, whole: Whole) -> Iterator[tuple[int, slice]]:
+        """
+        #### The other ranks that have elements of a parameter, and which
+        """
+        for rank in range(self.comm.world_size):
+            where = whole.within(rank)
+            if rank != whole.owner and where.start < where.stop:
+                yield rank, where
+
+    def _start(self, nbytes: int, sends: Messages, receives: Messages) -> Transfer:
+        """
+        #### Start to send tensors to single ranks, and to receive some
+
+        * `nbytes` are those of the whole parameters, which all ranks announce
+
+        All ranks call it. Two ranks list what they exchange in the same order.
+        """
+        comm = self.comm
+        # As many bytes, without memory: an announcement tells how many.
+        size = torch.empty(1, dtype=torch.uint8).expand(nbytes)
+        transfer = comm.begin([comm.group], [self.stepper], "pieces", [(size, size)])
+        tag = transfer.tag()
+        group = comm.group.process_group
+        sends = [(rank, tensor) for rank, tensor in sends if len(tensor)]
+        receives = [(rank, tensor) for rank, tensor in receives if len(tensor)]
+        if comm.by_messages:
+            for rank, tensor in receives:
+                with transfer.starting(tensor) as works:
+                    works.append(dist.irecv(tensor, group=group, tag=tag, group_src=rank))
+            for rank, tensor in sends:
+                with transfer.starting(tensor) as works:
+                    works.append(dist.isend(tensor, group=group, tag=tag, group_dst=rank))
+        elif sends or receives:
+            # NCCL starts all messages of a round together, or two ranks could wait for each other.
+            ops = [dist.P2POp(op, tensor, group=group, tag=tag, group_peer=rank)
+                   for op, messages in ((c10d.irecv, receives), (c10d.isend, sends))
+                   for rank, tensor in messages]
+            with transfer.starting(*(tensor for _, tensor in (*sends, *receives))) as works:
+                works += dist.batch_isend_irecv(ops)
+        transfer.buffers += [tensor for _, tensor in (*sends, *receives)]
+        for rank, tensor in sends:
+            is_far = node_of(comm.group.ranks[rank]) != node_of(comm.global_rank)
+            transfer.sent_bytes += tensor.nbytes
+            transfer.between_bytes += tensor.nbytes * is_far
+            transfer.messages += 1
+        transfer.done.record()
+        return transfer
+
+    # ---------------------------------------------------------------------------------- bookkeeping
+
+    def state_of(self, whole: Whole) -> dict[str, object]:
+        """
+        ### The state that this rank has of a parameter, if it is the owner
+        """
+        inner = self.inner[whole.group_index]
+        return {} if whole.param is None else inner.state.get(whole.param, {})
+
+    def put_state(self, whole: Whole, state: dict[str, object]) -> None:
+        """
+        ### Replace the state of a parameter that this rank owns
+        """
+        assert whole.param is not None, "only the owner has a state"
+        found = self.inner[whole.group_index].state
+        found.pop(whole.param, None)
+        if state:
+            found[whole.param] = {
+                key: value.to(self.stepper.device) if isinstance(value, torch.Tensor) else value
+                for key, value in state.items()}
+
+    def state_dict(self) -> dict[int, dict[str, object]]:
+        """
+        ### The states of the parameters that this rank owns, by their numbers
+        """
+        return {i: dict(self.state_of(whole)) for i, whole in enumerate(self.wholes)
+                if self.state_of(whole)}
+
+    def load_state_dict(self, states: dict[int, dict[str, object]], groups: Sequence[Options]
+                        ) -> None:
+        """
+        ### Load these states, and the options of the param groups that are stepped whole
+        """
+        for i, whole in enumerate(self.wholes):
+            if whole.param is not None:
+                self.put_state(whole, states.get(i, {}))
+        for group, saved in zip(self.param_groups, groups, strict=False):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def spread(self) -> dict[nn.Parameter, Spread]:
+        """
+        ### The states of all whole parameters in pieces, for a checkpoint (all ranks call it)
+
+        Each rank gets the moments of the elements in its shard, by the piece of its master.
+        """
+        if not self.wholes:
+            return {}
+        kinds = {}
+        for i, state in self.state_dict().items():
+            # A moment has the shape of its parameter.
+            dtypes = {key: value.dtype for key, value in state.items() if key != "step"
+                      and isinstance(value, torch.Tensor) and value.shape == self.wholes[i].shape}
+            kinds[i] = dtypes, {key: state[key] for key in state if key not in dtypes}
+        # Only the owner knows which states there are.
+        every = {i: each for theirs in self.comm.group.gather(kinds) for i, each in theirs.items()}
+        found: dict[nn.Parameter, Spread] = {}
+        sends: Messages = []
+        receives: Messages = []
+        nbytes = 0
+        for i, (dtypes, others) in sorted(every.items()):
+            whole = self.wholes[i]
+            span = whole.states.spans[whole.position]
+            where = whole.within(self.comm.rank)
+            # (the elements of this rank and its padding,) for each moment
+            moments = {key: torch.zeros(span.stop - span.start, dtype=dtype,
+                                        device=whole.states.layer.device)
+                       for key, dtype in dtypes.items()}
+            for key, piece in moments.items():
+                nbytes += whole.numel * piece.itemsize
+                piece = piece[: where.stop - where.start]
+                if whole.param is None:
+                    receives.append((whole.owner, piece))
+                    continue
+                values: torch.Tensor = self.state_of(whole)[key]  # type: ignore[assignment]
+                values = values.to(piece.device).reshape(-1)
+                piece.copy_(values[where])
+                sends += [(rank, values[part]) for rank, part in self._of_others(whole)]
+            found.update({piece.param: Spread(moments, others) for piece in whole.states.pieces
+                          if piece.where == span})
+        transfer = self._start(nbytes, sends, receives)
+        self.stepper.listener.record(self.stepper, "give back", nbytes, transfer)
+        transfer.wait()
+        return found
+
+    def held_tensors(self) -> Iterator[torch.Tensor]:
+        """
+        ### States of the parameters that this rank owns, and what is on its way, for a `Ledger`
+        """
+        for inner in self.inner.values():
+            for state in inner.state.values():
+                yield from (each for each in state.values() if isinstance(each, torch.Tensor))
+        for trip in (*self.coming, *self.going):
+            yield from trip.transfer.buffers
+            yield from (*trip.values.values(), *trip.grads.values())
+
+
+# ----------------------------------------------------------------------------------------- records
+
+
+@dataclass(eq=False)
+class Whole:
+    """
+    ## A parameter that is stepped whole
+    """
+
+    name: str  # in the plain model
+    states: ShardStates
+    position: int  # among the parameters of the flat one
+    owner: int = 0
+    # On the owner, the parameter of the inner optimizer. It has elements only in its step.
+    param: nn.Parameter | None = None
+
+    @property
+    def group_index(self) -> int:
+        return self.states.group_indices[self.position]
+
+    @property
+    def slot(self) -> Slot:
+        return self.states.flat.slots[self.position]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.slot.view.shape
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def cost(self) -> int:
+        return cost(self.shape)
+
+    def within(self, rank: int) -> slice:
+        """
+        ### The elements of the parameter that the shard of a rank has
+        """
+        shard_numel = len(self.states.shard)
+        first = rank * shard_numel - self.slot.offset
+        begin, end = (min(max(bound, 0), self.numel) for bound in (first, first + shard_numel))
+        return slice(begin, end)
+
+    def in_shard(self, rank: int) -> slice:
+        """
+        ### Where in the shard of a rank these elements are
+        """
+        first = self.slot.offset - rank * len(self.states.shard)
+        found = self.within(rank)
+        return slice(found.start + first, found.stop + first)
+
+
+@dataclass(eq=False)
+class Trip:
+    """
+    ## Parameters on their way to their owners, or back
+    """
+
+    wholes: list[Whole]
+    transfer: Transfer
+    # On the owner, all elements of the parameter, `(numel,)`. On the way back, on the other ranks,
+    # the new values of their pieces.
+    values: dict[Whole, torch.Tensor] = field(default_factory=dict)
+    grads: dict[Whole, torch.Tensor] = field(default_factory=dict)
+
+
+class Spread(NamedTuple):
+    """
+    ## The state of a whole parameter, as one rank saves it
+    """
+
+    moments: dict[str, torch.Tensor]  # for each the elements of the rank's piece, `(n,)`
+    others: dict[str, object]  # the count of steps, for instance, or a number for each row
+
+
+class Stepper(Sender, Protocol):
+    """
+    ## What `Owners` has to know about its `Zero3Optimizer`
+    """
+
+    comm: Communicator
+    device: torch.device  # of the step
+    shard_states: list[ShardStates]
+
+    @property
+    def state(self) -> State: ...
+
+    def expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None: ...
+
+
+# ---------------------------------------------------------------------------------------- planning
+
+
+def cost(shape: Sequence[int]) -> int:
+    r"""
+    ## What a step of a parameter costs: $\min(m,n)^2 \max(m,n)$
+
+    A vector has one column, and all dimensions but the first make up the columns.
+    """
+    rows = shape[0] if len(shape) else 1
+    columns = torch.Size(shape).numel() // max(1, rows)
+    return min(rows, columns) ** 2 * max(rows, columns)
+
+
+def assign(costs: Sequence[int], ranks: int) -> list[int]:
+    """
+    ## The owner of each parameter
+
+    The most expensive first, each to the rank with the least to do so far. All ranks know the same
+    shapes, so they come to the same result.
+    """
+    owners = [0] * len(costs)
+    loads = [0] * ranks
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += costs[i]
+    return owners
+
+
+def in_rounds(wholes: Sequence[Whole]) -> list[list[Whole]]:
+    """
+    ## Which parameters travel together
+
+    In a round each owner computes about as much as the most expensive parameter costs, so none
+    waits long for another one.
+    """
+    most = max((whole.cost for whole in wholes), default=1)
+    loads: dict[int, int] = defaultdict(int)
+    rounds: dict[int, list[Whole]] = defaultdict(list)
+    for whole in sorted(wholes, key=lambda whole: -whole.cost):
+        rounds[loads[whole.owner] // most].append(whole)
+        loads[whole.owner] += whole.cost
+    return [rounds[number] for number in sorted(rounds)]
+
+
+# ---------------------------------------------------------------------------------- param groups
+
+
+def always_whole(make: Maker, kwargs: Options, group_by: GroupBy) -> GroupBy:
+    """
+    ## `group_by` of an optimizer class that steps all parameters whole
+
+    Other classes keep theirs.
+    """
+    if _class_name(make) not in _WHOLE:
+        return group_by
+    return lambda name, param: {"optimizer": make, **kwargs, **group_by(name, param)}
+
+
+def elementwise(options: list[Options]) -> list[Options]:
+    """
+    ## The options of the param groups that are stepped element by element
+    """
+    return [each for each in options if "optimizer" not in each]
+
+
+def elementwise_first(options: list[Options], shard_states: Iterable[ShardStates]) -> None:
+    """
+    ## Put the param groups that are stepped whole behind all others, and mark their parameters
+
+    So the wrapped optimizer has the first groups, under the same numbers.
+    """
+    order = sorted(range(len(options)), key=lambda i: "optimizer" in options[i])
+    options[:] = [options[i] for i in order]
+    for states in shard_states:
+        states.group_indices = [order.index(i) for i in states.group_indices]
+        states.wholes = {position for position, i in enumerate(states.group_indices)
+                         if "optimizer" in options[i]}
+
+
+class Matrices:
+    """
+    ## A ready `group_by`: hidden matrices to Muon, everything else to the optimizer's class
+
+    `print` it to see what it has chosen, and why.
+    """
+
+    def __init__(self, plain: nn.Module, optimizer: Maker = torch.optim.Muon,
+                 but: Iterable[str] = (), **options: object):
+        """
+        ### Look for hidden matrices
+
+        * `plain` is the model before it is sharded; for a chain, `nn.Sequential(*layers)`
+        * `but` has names of more parameters, or of modules, to leave to the optimizer's class
+        * `options` are those of `optimizer`
+
+        A parameter with two dimensions is a hidden matrix, with three exceptions: those of an
+        `nn.Embedding` or `nn.EmbeddingBag`, also if another module is tied to them; the last one in
+        the order of the modules, which is the head; and those in `but`. A bare parameter that
+        serves as a table of positions looks like a matrix, so name it there.
+
+        Raises `ValueError` if nothing is chosen, or if a name in `but` is unknown.
+        """
+        self.group: Options = {"optimizer": optimizer, **options}
+        # For each name why it is left out; an empty string for a hidden matrix.
+        self.reasons: dict[str, str] = {}
+        named = [*plain.named_parameters(remove_duplicate=False)]
+        tables = {id(param) for module in plain.modules()
+                  if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+                  for param in module.parameters(recurse=False)}
+        last = [id(param) for _, param in named if param.ndim == 2 and param.requires_grad][-1:]
+        for name, param in named:
+            said = [each for each in but if name == each or name.startswith(f"{each}.")]
+            self.reasons[name] = (
+                f"{param.ndim} dimensions" if param.ndim != 2
+                else "an embedding" if id(param) in tables
+                else "the last matrix, so the head" if id(param) in last
+                else f"but `{said[0]}`" if said else "")
+        for each in but:
+            found = any(name == each or name.startswith(f"{each}.") for name in self.reasons)
+            expect(found, "Matrices", "the names of parameters or modules in `but`", f"`{each}`",
+                   f"take one of {[*self.reasons]}")
+        expect("" in self.reasons.values(), "Matrices", "a hidden matrix", f"{self}", "build it "
+               "from the plain model, before it is sharded")
+
+    def __call__(self, name: str, param: nn.Parameter) -> Options:
+        """
+        ### The options of a parameter, for `Zero3Optimizer(group_by=)`
+
+        Raises `ValueError` if the plain model had no such parameter.
+        """
+        expect(name in self.reasons, "Matrices", "a parameter of the plain model", f"`{name}`",
+               "build it from the model that is sharded, before that")
+        return {} if self.reasons[name] else dict(self.group)
+
+    def __str__(self) -> str:
+        """
+        ### What it has chosen, a line for each parameter
+        """
+        make = _class_name(self.group["optimizer"])
+        return "\n".join(f"{name}: {f'left out, {why}' if why else make}"
+                         for name, why in self.reasons.items())
+
+
+def _class_name(make: object) -> str:
+    return getattr(make, "__name__", str(make))
