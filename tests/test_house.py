@@ -48,7 +48,7 @@ ROWS = (
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
 MOST = {"": 983, "checkpoint": 1408, "comm": 989, "compiler": 1046, "compression": 896,
-        "estimate": 702, "guards": 568, "inject": 756, "offload": 595, "optimizer": 1210,
+        "estimate": 702, "guards": 568, "inject": 756, "offload": 595, "optimizer": 1209,
         "pipeline": 935, "train": 933, "whole_model": 977}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1494
