@@ -5,8 +5,7 @@ r"""
 of a checkpoint back in their places.
 
 A checkpoint has *flat parameters*, and under each of them several *keys*: `param` for the values,
-and one key for each moment. Every rank saves its own shard of each key. The kind of the model, the
-tier of its shards and the kind of the optimizer make no difference.
+and one key for each moment. Every rank saves its own shard of each key, in any tier.
 
 **One layer on two ranks.** A layer has a weight with the elements $w_0, w_1$ and a bias $b_0$. Adam
 keeps the moments `exp_avg` ($m$) and `exp_avg_sq` ($v$). The layer is the first flat parameter, so
@@ -23,20 +22,19 @@ For a whole model:
 $$\text{elements that a rank saves} = \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 \,(1 + \text{moments of } \ell)$$
 
-If a shard has a master, a copy in fp32 which the optimizer steps, then `param` is the master.
-Otherwise it is the shard itself. The rest of the optimizer state, such as Adam's number of steps,
-is the same on all ranks, so it goes into the *manifest*, the file that describes the checkpoint.
+`param` is the master if there is one, and the shard itself otherwise. The rest of the optimizer
+state, such as Adam's number of steps, is the same on all ranks, so it goes into the *manifest*, the
+file that describes the checkpoint.
 
-Shards in files are loaded one at a time. In a pipeline a rank describes and saves the layers of its
-own stages, and the manifest is put together from all stages.
+In a pipeline a rank describes and saves the layers of its own stages, and the manifest is put
+together from all stages.
 
 **Run this**: `python -m pytest tests/checkpoint/test_save_load.py -k tier` saves from one tier and
 loads into another.
 
 **Not covered, and what that costs**: the extra state that a module returns from `get_extra_state`
-is not saved; pass it as `extra`. An optimizer of torch's has a single state for a whole shard. If
-parameters are loaded into other layers, all those of a new shard need the same state, with the same
-number of steps. Otherwise there is an error.
+is not saved; pass it as `extra`. An optimizer of torch's has a single state for a whole shard, so
+parameters with different numbers of steps cannot be loaded into one.
 """
 
 import json
@@ -78,7 +76,7 @@ from zero3.whole_model.wrap import Zero3Model
 # Options of a param group that are not saved: the parameters themselves, and the implementation of
 # the step, which the loading run chooses for itself.
 _NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
-# The attributes of a `Zero3Optimizer` that make up the state of its loss scale.
+# The state of a loss scale.
 _SCALE = ("loss_scale", "good_steps", "skipped_steps")
 
 
@@ -99,7 +97,6 @@ class Flat:
     # The param group of each parameter, and the range of the shard that shares its state.
     indices: list[int | None]
     spans: list[slice]
-    # As in `ShardStates`: the param group, the range of the shard, and the optimizer's parameter.
     pieces: list[Piece]
     # `Entries.check` fills these in: each parameter's record in the checkpoint, and its state.
     found: list[Param] = field(default_factory=list)
@@ -188,13 +185,11 @@ class Entries(Named):
         self.expect(optimizer is None or has_pieces or frozen, "cannot save or load this optimizer",
                     "one of this model's shards", type(optimizer).__name__,
                     "build the optimizer after the model is wrapped, on the wrapped model")
-        # Those who step whole parameters, if there are any.
         self.owners = optimizer.owners if isinstance(optimizer, Zero3Optimizer) else None
         # The states of these parameters while they are saved, in pieces like all others.
         self.spread: dict[nn.Parameter, Spread] = {}
-        # Each rank has these whole: buffers, and frozen parameters outside of layers.
         self.replicated = self._find_replicated(paths)
-        # Those of them that are in the checkpoint; `check` fills this in.
+        # Those of them in the checkpoint; `check` fills this in.
         self.found: dict[str, torch.Tensor] = {}
 
     def _flat(self, layer: Zero3Layer, paths: list[str], parameter: FlatParameter) -> Flat:
@@ -202,7 +197,6 @@ class Entries(Named):
         #### Find the optimizer state of a flat parameter
         """
         shard = parameter.shard
-        # A `Zero3Optimizer` has a record of each shard.
         for states in getattr(self.optimizer, "shard_states", ()):
             if states.shard is shard:
                 return Flat(paths, layer, parameter, states, states.master_dtype,
@@ -212,7 +206,6 @@ class Entries(Named):
         pieces = [Piece(index, whole, shard) for index, group in enumerate(self.param_groups)
                   if any(p is shard for p in group["params"])]
         slots = parameter.slots
-        # One of torch's optimizers has a single state for the shard, and so for all parameters.
         return Flat(paths, layer, parameter, None, shard.dtype,
                     isinstance(parameter.storage, InFile),
                     [pieces[0][0] if pieces else None] * len(slots),
@@ -242,8 +235,6 @@ class Entries(Named):
     def names(self, flat: Flat, slot: Slot) -> list[str]:
         """
         ### All names that a parameter has in the plain model
-
-        One of them is enough to find it in a checkpoint.
         """
         own = [f"{path}.{name}".strip(".") for path in flat.paths for name in slot.names]
         tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
@@ -611,7 +602,6 @@ class Entries(Named):
                 flat.pieces = flat.owned.pieces
         if isinstance(self.optimizer, Zero3Optimizer):
             self.optimizer.regroup()
-        # The values: the master or the shard, then the moments.
         for flat in self.flats:
             with self.here(flat, write=True) as values:
                 param = self.shard(checkpoint, flat, "param")
@@ -666,7 +656,6 @@ class Entries(Named):
         new: dict[str, object] = {}
         for key in states["moments"]:
             moment = read(key, 0, whole.numel).view(whole.shape)
-            # A moment that was saved in the master's data type gets this master's.
             same = moment.dtype == read("param", 0, 1).dtype
             new[key] = moment.to(whole.states.master_dtype) if same else moment
         assert self.owners

@@ -4,9 +4,8 @@ r"""
 `save` lets each rank write its own shards, and `load` lets each rank read the elements that belong
 to its shards now.
 
-A long run is interrupted many times. To resume, it needs its parameters, masters and moments. No
-rank gathers anything to save them: each rank writes the shards that it keeps anyway, at the same
-time as the others.
+A long run is interrupted many times. No rank gathers anything to save it: each writes the shards
+that it keeps anyway.
 
 **Three weights, saved on two ranks, loaded on three and on four.** The shards are those of the
 example in `minimal.py`:
@@ -17,8 +16,7 @@ example in `minimal.py`:
 | the shard that it loads, on three ranks | 1 | 2 | 3 | |
 | the shard that it loads, on four ranks | 1 | 2 | 3 | 0 |
 
-On three ranks, rank 1 reads the second element of the old rank 0's file. On four ranks, rank 3 has
-padding only and reads nothing.
+On four ranks, rank 3 has padding only and reads nothing.
 
 With Adam a parameter has 12 bytes of state: an fp32 master and two moments. On $N$ ranks, and later
 on $N'$:
@@ -41,10 +39,9 @@ other stages, or none. The loading model also decides on the tiers and data type
 
 **While training goes on.** With `async_write` a thread writes copies of the shards. The next
 optimizer step that finds all files written turns them into a checkpoint, or raises the error if a
-write failed. After its last step a run has to call `wait()`.
+write failed.
 
-**Run this**: `make train ARGS="--save-every 100"`. Stop it at any moment, by Ctrl-C or by a kill,
-and run it again.
+**Run this**: `make train ARGS="--save-every 100"`. Stop it at any moment, and run it again.
 
 **Not covered, and what that costs**: gradients are not saved, so a save between micro-batches loses
 the sums so far. Random numbers continue exactly only on the same number of ranks, with as many in
@@ -140,7 +137,6 @@ def _all_here(done: str, folder: str | Path, model: nn.Module,
     comm = comm_of(model)
     try:
         entries = Entries(model, optimizer)
-        # These have to be the same on all ranks.
         mine = {"`optimizer`": entries.optimizer_class if optimizer else None,
                 "`folder`": os.path.realpath(folder), "`step`": operator.index(step),
                 "`keep`": operator.index(keep), "`async_write`": bool(async_write)}
@@ -162,7 +158,7 @@ def _all_or_none(entries: Entries, what: str, expected: str, cure: str) -> Itera
     """
     #### Leave the block on all ranks, or raise an error on all if one of them has raised any
 
-    All ranks must enter it: a rank that raised alone would leave the others waiting.
+    All ranks must enter it.
     """
     problem = ""
     try:
@@ -226,7 +222,6 @@ class Saving:
         with self._on_all_ranks():
             if listed:
                 self._open_file(listed, streams)
-        # The space is there on all ranks: write.
         self._fill(listed, async_write)
         if async_write:
             # From now on, a step, a save or a load ends it.
@@ -327,7 +322,6 @@ class Saving:
         if self.failure:
             raise self.failure
         if self.written and not self.ended:
-            # Wait for the thread.
             problem, file = self.written.result()
             self.ended = True
             # The manifest lists the length and the checksums of each file (all-gather).
@@ -368,7 +362,6 @@ class Saving:
                     "lists and dicts", "make room, or choose another folder; the older checkpoints "
                     "are not touched"):
                 yield
-        # One rank had an error, so all are here.
         except RuntimeError as error:
             self.ended = True
             self.failure = error
@@ -426,7 +419,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         # `CheckpointReader` has the better error message.
         path = newest(path) or path
     path = comm.gather(path)[0]
-    # First read and check everything. The model stays as it is.
+    # First read and check everything.
     with _all_or_none(entries, f"in {path} cannot be loaded", "an intact checkpoint of this model "
                       "and optimizer", "pass the folder of another one; `python -m "
                       "zero3.checkpoint verify` tells which ones are intact"):
@@ -467,8 +460,6 @@ def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
 def _random_states(device: torch.device) -> dict[str, object]:
     """
     #### The state of each random number generator of this process
-
-    A resumed run draws what the interrupted one would have drawn, if all of them are restored.
     """
     drawn: Any = np.random.get_state()
     found: dict[str, object] = {

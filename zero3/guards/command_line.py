@@ -17,7 +17,6 @@ $$\text{least} \le \text{value} \le \text{most}$$
 **Run this**: `python -m zero3.estimate --params nan --ranks 2`.
 
 **Not covered, and what that costs**: arguments that are right one by one and do not fit together.
-The programs check these themselves.
 """
 
 import argparse

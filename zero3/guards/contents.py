@@ -176,8 +176,6 @@ class Contents:
 class Known:
     """
     ## Which modules and parameters some modules had
-
-    Each forward compares.
     """
 
     def __init__(self, modules: list[nn.Module]):
@@ -281,8 +279,6 @@ def look_at_wrapper(wrapper: nn.Module, name: str, module: object) -> None:
     """
     ## Refuse a library that trains whole parameters
 
-    torch calls this whenever a module becomes a submodule of another one.
-
     `DistributedDataParallel` is right around a module that also has parameters outside sharded
     layers, if it ignores the shards. Raises `RuntimeError`.
     """
@@ -303,5 +299,5 @@ def look_at_wrapper(wrapper: nn.Module, name: str, module: object) -> None:
             "alone to `prepare`, and leave model and optimizer out")
 
 
-# For all modules of this process, because nothing else tells a module that it was wrapped.
+# It is called for all modules, because nothing else tells a module that it was wrapped.
 register_module_module_registration_hook(look_at_wrapper)

@@ -76,8 +76,6 @@ def told(comm: Sharers, row: list[int]) -> str:
 def _cure(options: str, mine: list[int], row: list[int], other: int) -> str:
     """
     #### What to do about a rank that has announced something else
-
-    * `mine` is what this rank has announced, and `row` what the rank `other` has
     """
     if 0 != row[3] >> 32 != mine[3] >> 32:
         return "wrap models in the same order on all ranks, and call the same one"

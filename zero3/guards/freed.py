@@ -5,7 +5,7 @@ r"""
 its layer is an error with the parameter's name.
 
 A freed parameter keeps its shape, and its storage has no bytes. An operation on it would read
-address zero and end the interpreter, without a word about the cause:
+address zero and end the interpreter:
 
 $$\text{bytes that its shape promises} > \text{bytes in its storage} = 0$$
 

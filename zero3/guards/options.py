@@ -5,8 +5,8 @@ r"""
 `Named` raises errors under its own name.
 
 Many wrong numbers pass a check that looks right. `nan < 1` is false and so is `nan > 9`, so a NaN
-seems neither too small nor too large. And in Python, `True` equals 1. So the checks here do not
-look for wrong values. They ask for right ones, and refuse the rest:
+seems neither too small nor too large. And in Python, `True` equals 1. So the checks here ask for
+right values, and refuse the rest:
 
 $$\text{least} \le \text{value} \le \text{most}$$
 

@@ -139,8 +139,6 @@ class GradientElsewhere(ShardGradient):
 def plain_part(grad: torch.Tensor) -> torch.Tensor:
     """
     ## A shard's gradient as a plain tensor, in the same memory
-
-    Clipping takes its norm on each rank, and then combines the norms.
     """
     return grad.as_subclass(torch.Tensor) if isinstance(grad, ShardGradient) else grad
 

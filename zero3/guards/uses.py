@@ -101,8 +101,6 @@ class LayerGuard(Contents):
     def after_backward(self) -> None:
         """
         ### Refuse a write to the parameters, because it is lost when they are freed
-
-        Forward ends with the same check.
         """
         # Not fetched, but inside `full_params`: there a write is allowed.
         if not self.layer.is_fetched:

@@ -22,7 +22,7 @@ $$\underbrace{4}_{\text{master}} + \underbrace{4 + 4}_{\text{moments}}
 + \underbrace{b_g}_{\text{gradient}} \quad \text{bytes per element of a shard}$$
 
 An fp32 shard that rests where it is stepped is its own master. If it and its states rest in files,
-they share one, and the layer reads the beginning of it.
+they share one.
 
 **States in files.** A step needs all states of a shard together. They stand side by side in the
 file, so one read brings them all into one of a few buffers. The optimizer prefetches the states of
@@ -36,10 +36,10 @@ optimizer counts the steps of each piece.
 
 **Run this**: `make train ARGS="--offload-optimizer nvme"`; `tape.png` shows the reads and writes.
 
-**Not covered, and what that costs**: reading a part of a shard's states. They are read and written
-whole, even if only one piece has something to step. On an accelerator the step waits while an
-updated shard is copied back from CPU memory. With several micro-batches the states are prefetched
-in each one, and only the last prefetch is used.
+**Not covered, and what that costs**: reading a part of a shard's states, even if only one piece has
+something to step. On an accelerator the step waits while an updated shard is copied back from CPU
+memory. With several micro-batches the states are prefetched in each one, and only the last prefetch
+is used.
 """
 
 import copy
@@ -99,7 +99,7 @@ class ShardStates:
     file_grad_norm: torch.Tensor | None = None  # of the gradient in the file, if there is one
     # Prefetch the states of these shards when this gradient has arrived.
     prefetch: list["ShardStates"] = field(default_factory=list)
-    # The shard's `_version`, in which torch counts writes, when shard and master last agreed.
+    # The shard's `_version` when shard and master last agreed.
     synced_version: int = 0
     # Brings master and moments back, if somebody has moved them elsewhere for a while.
     away: Callable[[], None] | None = None
@@ -157,7 +157,6 @@ class ShardStates:
         elif tier != "nvme":
             self.master = copy_to(device, values, self.master_dtype, self.layer.device)
 
-        # The gradient rests where the master does.
         if tier == "nvme":
             self.in_file = self._open_file(offload, values, moments)
         elif self.shard.device == device and not isinstance(storage, InFile):
@@ -170,8 +169,7 @@ class ShardStates:
         storage.release()
 
         self._receive_gradients(offload)
-        # A shard holds matrices and biases one after the other. Cut it where the param group
-        # changes.
+        # Cut it where the param group changes.
         self.repartition(self.group_indices, {})
         self.synced_version = self.shard._version
 
@@ -211,8 +209,8 @@ class ShardStates:
         """
         #### The elements of a new piece: a view of the master
 
-        A master in a file is not in memory now. One zero stands for all of its elements, so that
-        the wrapped optimizer finds a parameter of the right size.
+        For a master in a file, one zero stands for all elements, so that the wrapped optimizer
+        finds the right size.
         """
         if self.in_file is None:
             return self.master[where]
@@ -282,8 +280,7 @@ class ShardStates:
         * `names` are the parameters that have contributed to it on this rank
         """
         self._notice_replaced_grad()
-        # The shard's `.grad` becomes a marker. It says that there is a gradient elsewhere, and for
-        # which parameters.
+        # A marker says that there is a gradient elsewhere, and for which parameters.
         marker: Any = grad_of(self.shard)
         if marker is None:
             marker = elsewhere(self.flat)
@@ -310,7 +307,6 @@ class ShardStates:
         self.file_grad_norm = norm_of_parts(grad, self.flat.counted)
         in_file.write_async("grad")
         for states in self.prefetch:
-            # Everything but the gradient, which has not arrived yet.
             if names := states._stepped_names():
                 states.read_async(*names)
 
@@ -353,8 +349,7 @@ class ShardStates:
         """
         #### Autograd is about to add a gradient to the shard's `.grad`
 
-        Return the sum with a gradient that rests elsewhere. From now on all parameters count as
-        used.
+        Return the sum with one that rests elsewhere. From now on all parameters count as used.
         """
         found = grad_of(self.shard)
         if isinstance(found, GradientElsewhere):
@@ -464,7 +459,6 @@ class ShardStates:
         views = self.in_file.wait() if self.in_file is not None else {}
         master = views.get("master", self.master)
         self._follow_shard(master)
-        # Only states in files have to be attached and written.
         if self.in_file is None:
             yield master, self.grad
         else:
@@ -483,7 +477,7 @@ class ShardStates:
             # The step wrote past the shard's own count, by which its layer notices a step.
             torch.autograd.graph.increment_version(self.shard)
         elif write:
-            # Round it to the shard's data type. This is what the layer gathers next.
+            # This is what the layer gathers next.
             self.flat.storage.replace(master)
         if write or self.in_file is None:
             # If a master in a file was only read, the file still has the old one.
@@ -493,9 +487,8 @@ class ShardStates:
         """
         #### Copy the shard into the master, if the caller has written into the shard
 
-        `full_params(writeback=True)` writes into it, for instance. A shard that is its own master
-        also gets its memory back, because `model.to("cpu:0")` gives it another one, which the
-        optimizer would not step.
+        A shard that is its own master also gets its memory back, because `model.to("cpu:0")` gives
+        it another one, which the optimizer would not step.
         """
         if self.shard_is_master and self.in_file is None:
             values = self.shard.detach()
@@ -538,9 +531,7 @@ class ShardStates:
         self, state: State, views: dict[str, torch.Tensor]
     ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         """
-        #### Every moment of every piece, and its view of the buffer
-
-        Yields the states of the piece's parameter, the moment's name in them, and the view.
+        #### Every moment of every piece: its states, its name in them, and its view of the buffer
         """
         for piece in self.pieces:
             known = state.get(piece.param, {})
@@ -624,8 +615,7 @@ class CountedShard(nn.Parameter):
     If the caller writes into the shard, the master has to take over the new values, or the step
     would undo the write. torch counts writes in a tensor's `_version`, but not those through
     `.data`. So here `.data` is `.detach()`, which shares memory and count, and setting `.data`
-    copies. Values of another data type bring memory of their own, as in `model.half()`, and are
-    counted too.
+    copies. Values of another data type, as in `model.half()`, are counted too.
     """
 
     @classmethod
@@ -646,8 +636,6 @@ class CountedShard(nn.Parameter):
 def _states_of_part(known: dict[str, Any], inside: slice, numel: int) -> dict[str, Any]:
     """
     #### The states of one part of a piece that was split
-
-    * `known` are the states of the whole piece, of `numel` elements; the part is `inside` it
     """
     found = {}
     for name, value in known.items():

@@ -16,7 +16,7 @@ parameter is cut anywhere, here between the rows of a $2 \times 2$ matrix:
 
 So each such parameter gets one *owner* among the ranks that share it. The owner receives the pieces
 of values and gradient, steps the whole tensor with torch's own class, and sends the new values
-back. That gives the bits of plain PyTorch. All other parameters are stepped in their shards:
+back. All other parameters are stepped in their shards:
 
 ```python
 rule = Matrices(plain, lr=0.02, weight_decay=0.1)  # from the model before it is sharded
@@ -32,30 +32,30 @@ optimizer.step()
 
 $$\min(m,n)^2 \max(m,n)$$
 
-The most expensive matrix comes first, and each goes to the rank with the least to do. For Llama 8B
-on 64 ranks the slowest owner computes 1.11 times the mean. GPT-2 has only 48 matrices, so on 64
-ranks it is 1.78 times.
+The most expensive matrix comes first, and each goes to the rank with the least to do. On 64 ranks
+the slowest owner computes 1.11 times the mean for Llama 8B, and 1.78 times for GPT-2, which has
+only 48 matrices.
 
-**What rests where.** Gradients are reduced into the shards as always, and masters stay there, so
-tiers, checkpoints and edits of weights work as before. Moments live whole on the owner. With
-masters of 4 bytes and gradients of $b_g$ bytes, an element of another rank than the owner costs
+**What rests where.** Gradients and masters stay in the shards, so tiers, checkpoints and edits of
+weights work as before. Moments live whole on the owner. With masters of 4 bytes and gradients of
+$b_g$ bytes, an element of another rank than the owner costs
 
 $$\underbrace{(4 + b_g)}_{\text{to the owner}} + \underbrace{4}_{\text{back}} \quad \text{bytes}$$
 
-A rank has $\frac{1}{N}$ of a matrix. So with 8 ranks and bf16 a rank sends 1.09 bytes per element
-in a step, beside 5.25 for gathers and the reduce. With masters on the owners it would be 0.44, but
-fp32 weights would be there twice. To gather each gradient on all ranks takes 1.75, and each rank
-would compute all steps and keep all moments.
+A rank has $\frac{1}{N}$ of a matrix, so with 8 ranks and bf16 it sends 1.09 bytes per element in a
+step, beside 5.25 for gathers and the reduce. With masters on the owners it would be 0.44, but fp32
+weights would be there twice. To gather each gradient on all ranks takes 1.75, and each rank would
+keep all moments.
 
-**Rounds.** In a round each owner computes about as much. The pieces of the next round and the
-values of the previous one travel meanwhile.
+**Rounds.** In a round each owner computes about as much as the most expensive matrix costs. The
+pieces of the next round and the values of the previous one travel meanwhile.
 
 **Run this**: `python -m pytest tests/optimizer/test_whole.py -k bits`.
 
 **Not covered, and what that costs**: two rounds are in memory at once. Each replica computes all
 steps. Moments of whole parameters rest in memory, also if other states are in files. The assignment
 knows the cost of Newton-Schulz only. If an owner's step fails, others have stepped already. Meshes
-with nodes, and matrices that tensor parallelism has split, are refused by name.
+with nodes, and matrices that tensor parallelism has split, are refused.
 """
 
 from __future__ import annotations
@@ -77,15 +77,14 @@ from zero3.flat import Slot
 from zero3.guards.options import expect
 from zero3.optimizer.states import ShardStates, State
 
-# What makes an optimizer of param groups and options: a class of `torch.optim`, for instance.
+# A class of `torch.optim`, for instance.
 Maker = Callable[..., torch.optim.Optimizer]
 Options = dict[str, object]
 GroupBy = Callable[[str, nn.Parameter], Options]
-# Tensors, each with the rank that it goes to or comes from.
+# Tensors, and the rank that each goes to or comes from.
 Messages = list[tuple[int, torch.Tensor]]
-# Classes of torch that step whole parameters. A shard would be stepped by another rule.
+# Classes of torch that step whole parameters.
 _WHOLE = ("Adafactor", "Muon")
-# The advice about a parameter that such a class refuses.
 _CURE = ("give this optimizer the hidden matrices alone, and the rest to another one: "
          "`Zero3Optimizer(model, torch.optim.AdamW, group_by=Matrices(plain))`")
 
@@ -94,8 +93,7 @@ class Owners:
     """
     ## The owners of whole parameters, and their step
 
-    Each `Zero3Optimizer` has one of these. It has no parameters unless a param group has the option
-    `optimizer`.
+    Each `Zero3Optimizer` has one. It is empty unless a param group has the option `optimizer`.
     """
 
     def __init__(self, stepper: Stepper, groups: dict[int, Options], paths: dict[nn.Module, str]):
@@ -114,7 +112,6 @@ class Owners:
             Whole(f"{paths[states.layer]}.{slot.names[0]}".strip("."), states, position)
             for states in stepper.shard_states for position, slot in enumerate(states.flat.slots)
             if position in states.wholes and slot.view.numel()]
-        # Pieces on their way to the owners, and values on their way back.
         self.coming: list[Trip] = []
         self.going: list[Trip] = []
         if groups:
@@ -169,14 +166,14 @@ class Owners:
 
     def _stand_in(self, whole: Whole) -> nn.Parameter:
         """
-        #### A parameter of the right shape, with one zero for all elements
+        #### A parameter of this shape, with one zero for all elements
         """
         zero = torch.zeros((), dtype=whole.states.master_dtype, device=self.stepper.device)
         return nn.Parameter(zero.expand(whole.shape))
 
     def _make(self, index: int, options: Options) -> torch.optim.Optimizer:
         """
-        #### The inner optimizer of a param group, with the parameters that this rank owns
+        #### The inner optimizer of a param group, on this rank
         """
         options = dict(options)
         make = options.pop("optimizer")
@@ -207,7 +204,7 @@ class Owners:
         try:
             for wholes in in_rounds(stepped):
                 self._collect(wholes)
-                # The pieces of this round travel while the round before is computed.
+                # The round before, while this one travels.
                 if len(self.coming) > 1:
                     self._compute(self.coming[0], factor)
             for trip in [*self.coming]:
@@ -219,7 +216,7 @@ class Owners:
 
     def _collect(self, wholes: list[Whole]) -> None:
         """
-        #### Start to send pieces of values and gradients to the owners (all ranks call it)
+        #### Start to send values and gradients to the owners
         """
         values: dict[Whole, torch.Tensor] = {}
         grads: dict[Whole, torch.Tensor] = {}
@@ -244,7 +241,7 @@ class Owners:
 
     def _piece(self, whole: Whole) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        #### Values and gradient of this rank's elements of a parameter, on the layer's device
+        #### This rank's values and gradient, on the layer's device
         """
         where = whole.in_shard(self.comm.rank)
         states = whole.states
@@ -257,14 +254,13 @@ class Owners:
 
     def _compute(self, trip: Trip, factor: float) -> None:
         """
-        #### Step the parameters that have arrived, and start to send their values back
+        #### Step the parameters that have arrived
         """
         trip.transfer.wait()
         for whole, values in trip.values.items():
             self._step_one(whole, values, trip.grads[whole], factor)
         trip.grads.clear()
         self.coming.remove(trip)
-        # The values of the round before have travelled while this one was computed.
         self._land()
         self._give_back(trip)
 
@@ -273,7 +269,7 @@ class Owners:
         """
         #### Unscale, clip and step one parameter
 
-        * `values` is `(numel,)` and gets the new values; `grad` is `(numel,)`
+        * `values`, `(numel,)`, gets the new ones
         """
         param: nn.Parameter = whole.param  # type: ignore[assignment]
         inner = self.inner[whole.group_index]
@@ -301,7 +297,7 @@ class Owners:
 
     def _give_back(self, trip: Trip) -> None:
         """
-        #### Start to send the new values back (all ranks call it)
+        #### Start to send the new values back
         """
         values: dict[Whole, torch.Tensor] = {}
         sends: Messages = []
@@ -326,8 +322,7 @@ class Owners:
         """
         #### Put values that have come back into the masters
 
-        `Zero3Optimizer` rounds masters in memory into their shards later. One in a file is written
-        now.
+        `Zero3Optimizer` rounds masters in memory into their shards later.
         """
         while self.going:
             trip = self.going.pop()
@@ -341,7 +336,7 @@ class Owners:
 
     def _of_others(self, whole: Whole) -> Iterator[tuple[int, slice]]:
         """
-        #### The other ranks that have elements of a parameter, and which
+        #### The other ranks that have elements of it, and which
         """
         for rank in range(self.comm.world_size):
             where = whole.within(rank)
@@ -352,12 +347,11 @@ class Owners:
         """
         #### Start to send tensors to single ranks, and to receive some
 
-        * `nbytes` are those of the whole parameters, which all ranks announce
-
-        All ranks call it. Two ranks list what they exchange in the same order.
+        All ranks call it, and announce `nbytes`. Two ranks list what they exchange in the same
+        order.
         """
         comm = self.comm
-        # As many bytes, without memory: an announcement tells how many.
+        # As many bytes, without memory.
         size = torch.empty(1, dtype=torch.uint8).expand(nbytes)
         transfer = comm.begin([comm.group], [self.stepper], "pieces", [(size, size)])
         tag = transfer.tag()
@@ -440,7 +434,6 @@ class Owners:
             dtypes = {key: value.dtype for key, value in state.items() if key != "step"
                       and isinstance(value, torch.Tensor) and value.shape == self.wholes[i].shape}
             kinds[i] = dtypes, {key: state[key] for key in state if key not in dtypes}
-        # Only the owner knows which states there are.
         every = {i: each for theirs in self.comm.group.gather(kinds) for i, each in theirs.items()}
         found: dict[nn.Parameter, Spread] = {}
         sends: Messages = []
@@ -545,8 +538,7 @@ class Trip:
 
     wholes: list[Whole]
     transfer: Transfer
-    # On the owner, all elements of the parameter, `(numel,)`. On the way back, on the other ranks,
-    # the new values of their pieces.
+    # On the owner `(numel,)`. On the way back, the new values of this rank's piece.
     values: dict[Whole, torch.Tensor] = field(default_factory=dict)
     grads: dict[Whole, torch.Tensor] = field(default_factory=dict)
 
@@ -582,7 +574,7 @@ def cost(shape: Sequence[int]) -> int:
     r"""
     ## What a step of a parameter costs: $\min(m,n)^2 \max(m,n)$
 
-    A vector has one column, and all dimensions but the first make up the columns.
+    All dimensions but the first make up the columns.
     """
     rows = shape[0] if len(shape) else 1
     columns = torch.Size(shape).numel() // max(1, rows)
@@ -593,8 +585,7 @@ def assign(costs: Sequence[int], ranks: int) -> list[int]:
     """
     ## The owner of each parameter
 
-    The most expensive first, each to the rank with the least to do so far. All ranks know the same
-    shapes, so they come to the same result.
+    All ranks know the same shapes, so they come to the same result.
     """
     owners = [0] * len(costs)
     loads = [0] * ranks
@@ -607,9 +598,6 @@ def assign(costs: Sequence[int], ranks: int) -> list[int]:
 def in_rounds(wholes: Sequence[Whole]) -> list[list[Whole]]:
     """
     ## Which parameters travel together
-
-    In a round each owner computes about as much as the most expensive parameter costs, so none
-    waits long for another one.
     """
     most = max((whole.cost for whole in wholes), default=1)
     loads: dict[int, int] = defaultdict(int)
@@ -626,8 +614,6 @@ def in_rounds(wholes: Sequence[Whole]) -> list[list[Whole]]:
 def always_whole(make: Maker, kwargs: Options, group_by: GroupBy) -> GroupBy:
     """
     ## `group_by` of an optimizer class that steps all parameters whole
-
-    Other classes keep theirs.
     """
     if _class_name(make) not in _WHOLE:
         return group_by
@@ -657,9 +643,7 @@ def elementwise_first(options: list[Options], shard_states: Iterable[ShardStates
 
 class Matrices:
     """
-    ## A ready `group_by`: hidden matrices to Muon, everything else to the optimizer's class
-
-    `print` it to see what it has chosen, and why.
+    ## A ready `group_by`: hidden matrices to Muon, the rest to the optimizer's class
     """
 
     def __init__(self, plain: nn.Module, optimizer: Maker = torch.optim.Muon,
@@ -668,7 +652,7 @@ class Matrices:
         ### Look for hidden matrices
 
         * `plain` is the model before it is sharded; for a chain, `nn.Sequential(*layers)`
-        * `but` has names of more parameters, or of modules, to leave to the optimizer's class
+        * `but` has names of parameters or modules to leave to the optimizer's class
         * `options` are those of `optimizer`
 
         A parameter with two dimensions is a hidden matrix, with three exceptions: those of an
@@ -679,7 +663,7 @@ class Matrices:
         Raises `ValueError` if nothing is chosen, or if a name in `but` is unknown.
         """
         self.group: Options = {"optimizer": optimizer, **options}
-        # For each name why it is left out; an empty string for a hidden matrix.
+        # Why each name is left out; an empty string for a hidden matrix.
         self.reasons: dict[str, str] = {}
         named = [*plain.named_parameters(remove_duplicate=False)]
         tables = {id(param) for module in plain.modules()
