@@ -40,7 +40,7 @@ Prefetching along a recorded sequence is section 6.2 of
 | the root | the beginning of forward | the end of backward | 1 |
 | a persistent one | its first use after a step | its first use after the next step | 1 |
 
-The first three counts are per micro-batch. At any moment a unit is in one of these states:
+The first three counts are per micro-batch. A unit is always in one of these states:
 
 | state | memory | parameters | until |
 |---|---|---|---|
@@ -88,7 +88,7 @@ class Trace:
 
     There are three kinds of passes: "forward" with gradients, "eval" without, and "backward". The
     last pass of a kind says how the next one will go. The first backward pass is expected to reach
-    the units in the reverse of the order in which forward left them.
+    the units in the reverse of how forward left them.
     """
 
     def __init__(self) -> None:
@@ -117,8 +117,6 @@ class Trace:
     def end(self) -> None:
         """
         ### Expect the next pass of this kind to go like this one
-
-        A pass that went another way counts as a miss.
         """
         if self.kind:
             expected = self.learnt.get(self.kind, self.seen)
@@ -194,7 +192,7 @@ class Unit(StandIn, Zero3Layer):
         self.order = order
         self.schedule = order
         self.path = path
-        # The name that errors and reports give to it.
+        # For errors and reports.
         self.title = module.title if isinstance(module, Together) else path or "the rest"
         self.leaf = leaf
         # Once all units exist, `wrap` sets this and the three lists below, and number, label and
@@ -249,8 +247,7 @@ class Unit(StandIn, Zero3Layer):
         """
         ### The module's class, so that `isinstance` says of a unit what it says of the module
 
-        A model may treat its layers by their classes. `isinstance(unit, Unit)` is true as well,
-        because Python asks `type(unit)` first.
+        `isinstance(unit, Unit)` is true as well, because Python asks `type(unit)` first.
         """
         module = vars(self).get("_modules", {}).get("module")
         return Unit if module is None else type(module)
@@ -262,7 +259,6 @@ class Unit(StandIn, Zero3Layer):
                     "modules out of `fully_shard`, or do not `wrap` them")
 
     def _get_name(self) -> str:
-        # `repr` calls this.
         return type(self).__name__
 
     def admits(self, layer: nn.Module) -> bool:
@@ -298,8 +294,7 @@ class Unit(StandIn, Zero3Layer):
         """
         ### Forward pass, as part of the model's
 
-        The model calls a unit where it called the layer. The unit first *arrives*: the order
-        gathers it, and those that come soon.
+        The unit first *arrives*: the order gathers it, and those that come soon.
         """
         recompute = in_backward()
         self.order.stack.append(self)
@@ -415,7 +410,7 @@ class Unit(StandIn, Zero3Layer):
         """
         ### Wait until the parameters are here, and let them be used
 
-        `arrive` calls it right before the unit computes. Until then the parameters report each use.
+        `arrive` calls it right before the unit computes.
         """
         self._wait_params()
         if self.is_fetched:
@@ -446,8 +441,6 @@ class Unit(StandIn, Zero3Layer):
     def _pre_backward_hook(self, call: Call, *_) -> None:
         """
         #### The gradient of an output is here: this unit's backward begins
-
-        As in forward, the unit arrives first.
         """
         if call not in self.watch.entered:
             self.order.arrive(self)
@@ -541,8 +534,7 @@ class TracedOrder(Alone):
     """
     ## The schedule of a whole model: gather and free units along the order that was learnt
 
-    All units of a model share one. Its units have nothing `ahead`, because `arrive` gathers ahead
-    by itself, as far as the limits allow.
+    All units of a model share one. They have nothing `ahead`, because `arrive` gathers ahead.
     """
 
     def __init__(self) -> None:
@@ -562,8 +554,7 @@ class TracedOrder(Alone):
         """
         ### A unit is about to compute: gather it, and the units that come soon after it
 
-        A unit calls it when its forward or its backward begins. Nobody frees the parameters of a
-        unit that has `users`.
+        Nobody frees the parameters of a unit that has `users`.
         """
         self._follow(unit)
         wanted = [unit, *unit.externals]
@@ -581,7 +572,7 @@ class TracedOrder(Alone):
         """
         #### Note in the trace that a unit computes
 
-        This is also where a pass begins. A call outside of any pass is not noted.
+        This is also where a pass begins.
         """
         backward = in_backward()
         trace = self.trace
@@ -663,7 +654,6 @@ class TracedOrder(Alone):
             if unit.is_here or unit in bucket:
                 continue
             numel += unit.numel
-            # The bucket ends before a unit that is too large for what is left of it.
             if (numel > self.bucket_numel
                     or not self._fits([*wanted, *bucket, unit], numel)):
                 break
@@ -678,7 +668,7 @@ class TracedOrder(Alone):
             return
         spare = [unit for unit in self.units if unit.is_fetched
                  and not (unit in wanted or unit.users or unit.persistent)]
-        # The unit that comes last, or not at all, goes first.
+        # The unit that comes last goes first.
         spare.sort(key=lambda unit: upcoming.index(unit) if unit in upcoming
                    else len(upcoming))
         while spare and not self._fits(wanted):
@@ -735,8 +725,6 @@ class TracedOrder(Alone):
     def _soon(self, upcoming: list[Unit]) -> list[Unit]:
         """
         #### The units that come soon: as many as `prefetch_numel` has room for
-
-        Units whose parameters they use come with them.
         """
         soon: list[Unit] = []
         numel = 0
