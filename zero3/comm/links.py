@@ -1,8 +1,8 @@
 r"""
 # Links: nodes, copies inside a node, and fewer bytes between them
 
-`Links` says how layers travel between ranks: over which mesh, in which encoding, and how often
-between nodes. `LinkedCommunicator` sends them that way.
+`Links` says over which mesh layers travel, in which encoding, and how often between nodes.
+`LinkedCommunicator` sends them that way.
 
 A machine is a *node*. The link between nodes is often ten times slower than the links inside one,
 and ZeRO-3 sends three times the model over it in a step: weights for forward, weights for backward,
@@ -240,7 +240,7 @@ class LinkedCommunicator(Communicator):
             if not in_backward():
                 # The optimizer may have stepped since these were kept.
                 self._forget(full for full, _ in pairs)
-            # If the node has kept these, nothing goes between nodes.
+            # Then nothing goes between nodes.
             near = all(id(full) in self._kept for full, _ in pairs)
             groups = [self.group] if near else [*self.sharers]
             action = "gather from the node" if near else "gather"

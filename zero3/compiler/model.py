@@ -4,8 +4,8 @@ r"""
 `compile` shards a model as `wrap` does, and has `torch.compile` make graphs of its step. In these
 graphs, passes decide when layers are gathered and freed.
 
-In a wrapped model, hooks do this when a unit computes. Everything else is the same: the shards and
-their tiers, the optimizer, the checkpoints.
+In a wrapped model, hooks do this when a unit computes. Shards, tiers, the optimizer and
+checkpoints are the same.
 
 Take a model of four layers with 10 elements each, on two ranks, with room for 30 full elements. Its
 input needs a gradient, so backward reads the weights of all layers:
@@ -176,7 +176,7 @@ class CompiledUnit(Unit):
         """
         ### Wait for the all-gather, and return the parameters
 
-        Another forward pass may have freed a layer that stayed full. Then it is gathered again.
+        If another forward pass has freed the layer, it is gathered again.
         """
         if self.is_fetched:
             # Before it collects gradients again, finish those in flight.

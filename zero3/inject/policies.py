@@ -1,8 +1,8 @@
 r"""
 # Policies: forwards that are faster, or need less memory
 
-Each function here returns a policy for `inject`. It names the classes of labml and of Hugging Face
-that it fits; other classes with the same forward can be passed to it.
+Each function here returns a policy for `inject`, for classes of labml and of Hugging Face. Other
+classes with the same forward can be passed to it.
 
 A forward that is written out keeps a tensor for most of its steps. A forward that is one operation
 keeps its inputs, and backward computes the rest again. Per layer and position, with $d$ features,

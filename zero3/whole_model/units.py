@@ -6,8 +6,8 @@ says when each one is gathered and when it is freed.
 
 A model that is written freely has no list of what comes next: its layers branch, and some are
 called twice. But each step does the same as the one before it. So the first forward pass is
-*traced*, and each unit is gathered on demand. From the second pass on, the trace says which units
-to gather while others compute.
+*traced*, and gathers on demand. From then on the trace says which units to gather while others
+compute.
 
 Take three units of 10 elements, a, b and c, with room for 10 elements ahead. After the first step:
 
@@ -354,14 +354,13 @@ class Unit(StandIn, Zero3Layer):
         """
         ### Free it if it is full of values from before a step
 
-        A persistent unit stays full from step to step, and would go on computing with the old
-        values.
+        A persistent unit stays full, and would go on computing with the old values.
         """
         if self.is_fetched:
             # It has stayed full, and may have gradients in flight. Finish those first.
             self.reducer.finish(self)
         if self.persistent:
-            # It changes when an optimizer steps, or when somebody writes to a shard.
+            # It changes when an optimizer steps, or somebody writes to a shard.
             stamp = (self.order.steps,
                      [(flat.shard._version, flat.shard.untyped_storage().data_ptr())
                       for flat in self.flats])
@@ -430,7 +429,7 @@ class Unit(StandIn, Zero3Layer):
             self.reshard()
             return
         if self.is_fetched:
-            # The unit is full, and a use by another unit still has to be noticed.
+            # A use by another unit still has to be noticed.
             for flat in self.flats:
                 flat.hide()
         if call is not None and call.outputs and not self.persistent:
@@ -492,7 +491,7 @@ class Unit(StandIn, Zero3Layer):
             # Gradients cannot arrive in the memory of parameters that stay full.
             flat.receive_buffer = flat.full.new_empty(0) if self.is_fetched else flat.full
         super()._backup_grads()
-        # The units around it may have waited for just this one.
+        # The units around it may have waited for it.
         if in_backward():
             for unit in self.outside:
                 if unit.watch.entered:
@@ -717,8 +716,7 @@ class TracedOrder(Alone):
                 return True
             if self.trace.follows():
                 upcoming = upcoming + self.trace.learnt.get("backward", [])
-        # The very next unit stays whatever its size, because that takes no more memory than it has
-        # already.
+        # The very next unit stays whatever its size, because that takes no further memory.
         following = next((each for each in upcoming if not each.users), None)
         return unit is following or unit in self._soon(upcoming)
 
