@@ -1,8 +1,8 @@
 r"""
 # Links: nodes, copies inside a node, and fewer bytes between them
 
-`Links` says how layers travel between ranks: over which mesh, in which encoding, and how often
-between nodes. `LinkedCommunicator` sends them that way.
+`Links` says over which mesh layers travel, in which encoding, and how often between nodes.
+`LinkedCommunicator` sends them that way.
 
 A machine is a *node*. The link between nodes is often ten times slower than the links inside one,
 and ZeRO-3 sends three times the model over it in a step: weights for forward, weights for backward,
@@ -34,8 +34,8 @@ the first node. Ranks with the same place on each node have neighbouring shards:
 | *exchange across* | **4** | **5** | **3** | **0** | and of both nodes, for this rank's shard |
 
 A shard crosses the link once, to the rank with the same place on the other node. That rank passes
-it on to its neighbours, over the fast way. NCCL's ring enters each node once already, so there the
-two steps save less.
+it on to its neighbours. NCCL's ring enters each node once already, so there the two steps save
+less.
 
 A rank's shard has $s = \lceil P_\ell / N \rceil$ elements, on $M$ nodes of $L$ ranks, $N = L M$. An
 element takes $w$ bytes as a gathered parameter and $g$ as a reduced gradient. A rank sends
@@ -58,8 +58,7 @@ backward pass of the layer below, and its exchange that of the next one below.
 backward see the rounded ones, except inside `full_params()`. All ranks decode the same bytes, so
 they compute with the same bits. A gradient is rounded at most twice in a backward pass: once on its
 way to a rank of the node, and once as a node's sum. Each time the bound in `encodings.py` holds.
-That is why gradients go by all-to-all: in a ring each rank adds its part and passes the sum on, so
-the sum would be rounded once more at each hop.
+That is why gradients go by all-to-all: in a ring the sum would be rounded once more at each hop.
 
 **Run this**: `make train ARGS="--gather-bits 8 --reduce-bits 4"` trains with rounded weights and
 gradients; `make bench ARGS=--nodes` measures two nodes with a slow link between them.
@@ -139,8 +138,6 @@ class Links:
     def communicator(self) -> Communicator:
         """
         ### The communicator that sends a layer this way
-
-        One group of ranks without encodings needs no more than a `Communicator`.
         """
         groups = () if self.mesh is None else groups_of(self.mesh)
         if len(groups) > 1 or self.weights or self.gradients:
@@ -182,8 +179,8 @@ class LinkedCommunicator(Communicator):
     r"""
     ## A communicator that knows nodes and encodings
 
-    The ranks of one place in their nodes have neighbouring shards, a *slice*: with two nodes of two
-    ranks, ranks 0 and 2 have shards 0 and 1, ranks 1 and 3 have 2 and 3. Without nodes $M$ is 1.
+    The ranks of one place in their nodes have neighbouring shards, a *slice*. Without nodes $M$
+    is 1.
     """
 
     def __init__(self, links: Links, groups: tuple[Group, ...]):
@@ -237,20 +234,18 @@ class LinkedCommunicator(Communicator):
         * `pairs` are as for `Communicator.all_gather`
         * `exact` leaves the weights as they are, for `full_params()` and checkpoints
 
-        Each rank gets its slice from the other nodes, and passes the slice on inside its node. In
-        backward, with `secondary`, the node still has the slice.
+        In backward, with `secondary`, the node still has the slice.
         """
         with self.on(self.fetch_stream):
             if not in_backward():
                 # The optimizer may have stepped since these were kept.
                 self._forget(full for full, _ in pairs)
-            # If the node has kept these, nothing goes between nodes.
+            # Then nothing goes between nodes.
             near = all(id(full) in self._kept for full, _ in pairs)
             groups = [self.group] if near else [*self.sharers]
             action = "gather from the node" if near else "gather"
             transfer = self.begin(groups, [sender], action, pairs)
             rows = []
-            # Real floats are encoded.
             encodings = [self.links.weights if full.is_floating_point() and not exact else None
                          for full, _ in pairs]
             for (full, shard), encoding in zip(pairs, encodings, strict=True):
@@ -269,7 +264,6 @@ class LinkedCommunicator(Communicator):
                 transfer.count(self.group, self.across.size * row_bytes)
                 if encoding:
                     transfer.buffers.append(rows[-1])
-            # First across the nodes, then inside each; then decode, and keep the slice if asked to.
             across = partial(self._gather_all, transfer, self.across, [*map(self._slice, rows)])
             slices = [each.view(self.group.size, -1) for each in rows]
             inside = partial(self._gather_all, transfer, self.group, slices)
@@ -293,9 +287,7 @@ class LinkedCommunicator(Communicator):
 
     def _put(self, shard: torch.Tensor, row: torch.Tensor, encoding: Encoding | None) -> None:
         """
-        #### Put this rank's shard into its row
-
-        It is encoded too, so all ranks compute with the same weights.
+        #### Put this rank's shard into its row, encoded as for the other ranks
         """
         if encoding:
             shard = encoding.encode(shard.to(row.device, non_blocking=True).view(1, -1)).view(-1)

@@ -4,9 +4,8 @@ r"""
 `compile` shards a model as `wrap` does, and has `torch.compile` make graphs of its step. In these
 graphs, passes decide when layers are gathered and freed.
 
-A unit of a wrapped model decides step by step, because its hooks run when it computes. Here the
-graph gathers and frees all units. Everything else is the same: the shards and their tiers, the
-optimizer, the checkpoints.
+In a wrapped model, hooks do this when a unit computes. Shards, tiers, the optimizer and
+checkpoints are the same.
 
 Take a model of four layers with 10 elements each, on two ranks, with room for 30 full elements. Its
 input needs a gradient, so backward reads the weights of all layers:
@@ -39,13 +38,13 @@ so backward gathers nothing again. The price: such layers cannot be frozen one b
 `compile`, and the parameters of one of them are not in its `parameters()`.
 
 **Graph breaks.** Dynamo cannot trace everything, for instance a branch that depends on a value.
-Then it ends the graph, Python runs that line, and the next line begins another graph. Each graph
-frees what it has gathered. A layer that Dynamo cannot trace at all runs with its hooks;
+Then Python runs that line, and the next line begins another graph. Each graph frees what it has
+gathered. A layer that Dynamo cannot trace at all runs with its hooks;
 `report()` says which one, and why.
 
 **What it gains.** On a CPU, matrix products take nearly all of a step, and Inductor calls the same
-ones as PyTorch. So large layers send less but gain little time. Small layers gain time, because a
-graph runs with less Python than hooks.
+ones as PyTorch. So large layers gain little time. Small layers gain time, because a graph runs with
+less Python than hooks.
 
 **Run this**: `python -m zero3.compiler` prints the graphs of a small model; `make bench
 ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with `torch.compile`.
@@ -93,7 +92,7 @@ from zero3.whole_model.together import (
 from zero3.whole_model.units import Unit
 from zero3.whole_model.wrap import Classes, Zero3Model, wrap
 
-# A command line traces at most so many layers: each takes a few milliseconds, and a line.
+# A command line traces at most so many layers.
 MOST_LAYERS = 256
 ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}
 # The options of `wrap` that are not about hooks.
@@ -126,7 +125,6 @@ class CompiledUnit(Unit):
             slot.freed_class.traceable = True  # type: ignore[attr-defined]
         self.full_views = [slot.view for slot in self.slots()]
         self.flat_slots = [(flat, slot) for flat in self.flats for slot in flat.slots]
-        # Its optimizer states, which may be away.
         self.away = StatesAway(self)
         # Parameters whose hooks the current backward pass has called; for the root.
         self.hooked: set[Slot] = set()
@@ -178,7 +176,7 @@ class CompiledUnit(Unit):
         """
         ### Wait for the all-gather, and return the parameters
 
-        Another forward pass may have freed a layer that stayed full. Then it is gathered again.
+        If another forward pass has freed the layer, it is gathered again.
         """
         if self.is_fetched:
             # Before it collects gradients again, finish those in flight.
@@ -262,8 +260,6 @@ class CompiledUnit(Unit):
     def reduce(self) -> None:
         """
         ### Put the gradients into the bucket, if there are any
-
-        A graph knows when backward no longer needs the layer, so there is nothing else to do.
         """
         if self.by_hooks:
             super().reduce()
@@ -303,8 +299,8 @@ class CompiledUnit(Unit):
         """
         ### Gather the parameters for code that Dynamo could not trace
 
-        Such code stands between two graphs. This time the layer stays full until the end of
-        backward. From the next pass on it runs with hooks.
+        This time the layer stays full until the end of backward. From the next pass on it runs with
+        hooks.
         """
         if self.order.stack or in_backward() or not self.root.running:
             return super().fetch_for_others()
@@ -330,9 +326,7 @@ class CompiledUnit(Unit):
 
     def leave(self) -> None:
         """
-        ### Stop using parameters
-
-        With hooks, a layer frees the layers whose parameters it has used. A graph does that itself.
+        ### Stop using parameters; a graph frees layers itself
         """
         if self.by_hooks:
             super().leave()
@@ -515,8 +509,6 @@ class CompiledModel(Zero3Model):
     def _forward(self, *args, **kwargs):
         """
         #### Forward pass of the model
-
-        The first call traces and compiles it.
         """
         if any(unit.is_full_elsewhere for unit in self.units):
             return super()._forward(*args, **kwargs)
@@ -590,7 +582,7 @@ class CompiledModel(Zero3Model):
         ### What was compiled, where graphs ended early, and which layers run with hooks
 
         A graph's number is that of its code, and how often this was compiled before: 0/1 is
-        compiled again, for instance for other shapes.
+        compiled again.
         """
         lines = [f"rank {self.comm.global_rank}: {len(self.graphs)} graphs, by {self.engine.name}, "
                  f"with at most {self.limit_numel:,} full elements"]
@@ -633,12 +625,10 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
     * `model` is as for `wrap`
     * `layer_classes` are the classes of its layers; left out, each module of an `nn.Sequential` is
       a layer
-    * `backend` is "inductor" or "aot_eager". The first one fuses operations; it needs a C++
-      compiler on the CPU, and Triton on a GPU. The second one runs the operations one by one, and
-      gives the same bits as hooks
-    * `limit_numel` is how many elements of full parameters there are at once, at most. Left out,
-      there is room for the rest and two layers, or three buckets, if they are larger; and more if
-      an operation needs more
+    * `backend` is "inductor", which fuses operations and needs a C++ compiler on the CPU and Triton
+      on a GPU; or "aot_eager", which gives the same bits as hooks
+    * `limit_numel` is how many elements may be full at once. Left out, there is room for the rest
+      and two layers, or three buckets, if they are larger; and more if an operation needs more
     * `bucket_bytes` of small layers share an all-gather, and a reduce-scatter. With 0, or where
       `wrap` would share none, each layer has its own
     * `unit_bytes` of layers that follow each other share a unit, and with it a shard (see

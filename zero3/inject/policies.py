@@ -1,8 +1,8 @@
 r"""
 # Policies: forwards that are faster, or need less memory
 
-Each function here returns a policy for `inject`. It names the classes of labml and of Hugging Face
-that it fits; other classes with the same forward can be passed to it.
+Each function here returns a policy for `inject`, for classes of labml and of Hugging Face. Other
+classes with the same forward can be passed to it.
 
 A forward that is written out keeps a tensor for most of its steps. A forward that is one operation
 keeps its inputs, and backward computes the rest again. Per layer and position, with $d$ features,
@@ -24,7 +24,7 @@ $$\underbrace{T V}_{\text{at once}} \qquad \underbrace{C V}_{\text{in chunks}}$$
 
 elements.
 
-`tensor_parallel` is of another kind: it splits layers over ranks. `tensor.py` explains it.
+`tensor_parallel` splits layers over ranks. `tensor.py` explains it.
 
 **Run this**: `python -m tests.bench.inject` measures time and memory, plain and injected.
 
@@ -112,7 +112,7 @@ def _side_by_side(x: torch.Tensor) -> torch.Tensor:
     """
     #### The same tensor with the features of a head next to each other in memory
 
-    Otherwise torch writes out its attention, too. Primer EZ's convolutions leave them apart.
+    Otherwise torch writes out its attention, too.
     """
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -194,7 +194,6 @@ class SwiGLU(Replacement):
         if missing:
             return f"it has no `{missing[0]}`"
         activation = getattr(module, cls.activation_name, None)
-        # Hugging Face has a class of its own for it.
         is_silu = type(activation).__name__ in ("SiLU", "SiLUActivation")
         return "" if is_silu else f"its activation is {activation}"
 

@@ -4,10 +4,9 @@ r"""
 `inject` gives the modules of a model a better forward, chosen by policies, and `restore` takes it
 back.
 
-A library's model often writes out its attention step by step, and keeps every intermediate result
-for backward. DeepSpeed's `module_inject` replaces such modules by others. But the old ones had
-parameters, names in checkpoints, hooks, and references in other modules. So we leave each module
-object where it is, and change its class:
+A library's model often writes out its attention step by step. DeepSpeed's `module_inject` replaces
+such modules by others. But the old ones had parameters, names in checkpoints, hooks, and references
+in other modules. So we leave each module object where it is, and change its class:
 
 | | the plain module | injected | restored |
 |---|---|---|---|
@@ -82,8 +81,6 @@ class Replacement(nn.Module):
     def begin(self) -> None:
         """
         ### Map the weights to those of the new forward; called once, by `inject`
-
-        Most replacements compute with the weights as they are.
         """
 
     def end(self) -> None:
@@ -135,8 +132,6 @@ class Policy:
 class Finding(NamedTuple):
     """
     ## One line of a report
-
-    A model of two norms, of which one is a `GemmaRMSNorm`, has two lines.
     """
 
     path: str  # the module's name in the model
@@ -265,7 +260,7 @@ def become(module: nn.Module, by: type[Replacement], **options: Any) -> None:
     """
     ## Put a replacement in front of the class of a module that no policy names
 
-    It is inside of a module that one names. `options` are attributes of its new class.
+    `options` are attributes of its new class.
     """
     kind = type(module)
     module.__class__ = type(f"{by.__name__}({kind.__name__})", (by, kind), options)

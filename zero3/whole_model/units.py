@@ -6,8 +6,8 @@ says when each one is gathered and when it is freed.
 
 A model that is written freely has no list of what comes next: its layers branch, and some are
 called twice. But each step does the same as the one before it. So the first forward pass is
-*traced*, and each unit is gathered on demand. From the second pass on, the trace says which units
-to gather while others compute.
+*traced*, and gathers on demand. From then on the trace says which units to gather while others
+compute.
 
 Take three units of 10 elements, a, b and c, with room for 10 elements ahead. After the first step:
 
@@ -40,7 +40,7 @@ Prefetching along a recorded sequence is section 6.2 of
 | the root | the beginning of forward | the end of backward | 1 |
 | a persistent one | its first use after a step | its first use after the next step | 1 |
 
-The first three counts are per micro-batch. At any moment a unit is in one of these states:
+The first three counts are per micro-batch. A unit is always in one of these states:
 
 | state | memory | parameters | until |
 |---|---|---|---|
@@ -88,7 +88,7 @@ class Trace:
 
     There are three kinds of passes: "forward" with gradients, "eval" without, and "backward". The
     last pass of a kind says how the next one will go. The first backward pass is expected to reach
-    the units in the reverse of the order in which forward left them.
+    the units in the reverse of how forward left them.
     """
 
     def __init__(self) -> None:
@@ -117,8 +117,6 @@ class Trace:
     def end(self) -> None:
         """
         ### Expect the next pass of this kind to go like this one
-
-        A pass that went another way counts as a miss.
         """
         if self.kind:
             expected = self.learnt.get(self.kind, self.seen)
@@ -194,7 +192,7 @@ class Unit(StandIn, Zero3Layer):
         self.order = order
         self.schedule = order
         self.path = path
-        # The name that errors and reports give to it.
+        # For errors and reports.
         self.title = module.title if isinstance(module, Together) else path or "the rest"
         self.leaf = leaf
         # Once all units exist, `wrap` sets this and the three lists below, and number, label and
@@ -249,8 +247,7 @@ class Unit(StandIn, Zero3Layer):
         """
         ### The module's class, so that `isinstance` says of a unit what it says of the module
 
-        A model may treat its layers by their classes. `isinstance(unit, Unit)` is true as well,
-        because Python asks `type(unit)` first.
+        `isinstance(unit, Unit)` is true as well, because Python asks `type(unit)` first.
         """
         module = vars(self).get("_modules", {}).get("module")
         return Unit if module is None else type(module)
@@ -262,7 +259,6 @@ class Unit(StandIn, Zero3Layer):
                     "modules out of `fully_shard`, or do not `wrap` them")
 
     def _get_name(self) -> str:
-        # `repr` calls this.
         return type(self).__name__
 
     def admits(self, layer: nn.Module) -> bool:
@@ -298,8 +294,7 @@ class Unit(StandIn, Zero3Layer):
         """
         ### Forward pass, as part of the model's
 
-        The model calls a unit where it called the layer. The unit first *arrives*: the order
-        gathers it, and those that come soon.
+        The unit first *arrives*: the order gathers it, and those that come soon.
         """
         recompute = in_backward()
         self.order.stack.append(self)
@@ -359,14 +354,13 @@ class Unit(StandIn, Zero3Layer):
         """
         ### Free it if it is full of values from before a step
 
-        A persistent unit stays full from step to step, and would go on computing with the old
-        values.
+        A persistent unit stays full, and would go on computing with the old values.
         """
         if self.is_fetched:
             # It has stayed full, and may have gradients in flight. Finish those first.
             self.reducer.finish(self)
         if self.persistent:
-            # It changes when an optimizer steps, or when somebody writes to a shard.
+            # It changes when an optimizer steps, or somebody writes to a shard.
             stamp = (self.order.steps,
                      [(flat.shard._version, flat.shard.untyped_storage().data_ptr())
                       for flat in self.flats])
@@ -415,7 +409,7 @@ class Unit(StandIn, Zero3Layer):
         """
         ### Wait until the parameters are here, and let them be used
 
-        `arrive` calls it right before the unit computes. Until then the parameters report each use.
+        `arrive` calls it right before the unit computes.
         """
         self._wait_params()
         if self.is_fetched:
@@ -435,7 +429,7 @@ class Unit(StandIn, Zero3Layer):
             self.reshard()
             return
         if self.is_fetched:
-            # The unit is full, and a use by another unit still has to be noticed.
+            # A use by another unit still has to be noticed.
             for flat in self.flats:
                 flat.hide()
         if call is not None and call.outputs and not self.persistent:
@@ -446,8 +440,6 @@ class Unit(StandIn, Zero3Layer):
     def _pre_backward_hook(self, call: Call, *_) -> None:
         """
         #### The gradient of an output is here: this unit's backward begins
-
-        As in forward, the unit arrives first.
         """
         if call not in self.watch.entered:
             self.order.arrive(self)
@@ -499,7 +491,7 @@ class Unit(StandIn, Zero3Layer):
             # Gradients cannot arrive in the memory of parameters that stay full.
             flat.receive_buffer = flat.full.new_empty(0) if self.is_fetched else flat.full
         super()._backup_grads()
-        # The units around it may have waited for just this one.
+        # The units around it may have waited for it.
         if in_backward():
             for unit in self.outside:
                 if unit.watch.entered:
@@ -541,8 +533,7 @@ class TracedOrder(Alone):
     """
     ## The schedule of a whole model: gather and free units along the order that was learnt
 
-    All units of a model share one. Its units have nothing `ahead`, because `arrive` gathers ahead
-    by itself, as far as the limits allow.
+    All units of a model share one. They have nothing `ahead`, because `arrive` gathers ahead.
     """
 
     def __init__(self) -> None:
@@ -562,8 +553,7 @@ class TracedOrder(Alone):
         """
         ### A unit is about to compute: gather it, and the units that come soon after it
 
-        A unit calls it when its forward or its backward begins. Nobody frees the parameters of a
-        unit that has `users`.
+        Nobody frees the parameters of a unit that has `users`.
         """
         self._follow(unit)
         wanted = [unit, *unit.externals]
@@ -581,7 +571,7 @@ class TracedOrder(Alone):
         """
         #### Note in the trace that a unit computes
 
-        This is also where a pass begins. A call outside of any pass is not noted.
+        This is also where a pass begins.
         """
         backward = in_backward()
         trace = self.trace
@@ -663,7 +653,6 @@ class TracedOrder(Alone):
             if unit.is_here or unit in bucket:
                 continue
             numel += unit.numel
-            # The bucket ends before a unit that is too large for what is left of it.
             if (numel > self.bucket_numel
                     or not self._fits([*wanted, *bucket, unit], numel)):
                 break
@@ -678,7 +667,7 @@ class TracedOrder(Alone):
             return
         spare = [unit for unit in self.units if unit.is_fetched
                  and not (unit in wanted or unit.users or unit.persistent)]
-        # The unit that comes last, or not at all, goes first.
+        # The unit that comes last goes first.
         spare.sort(key=lambda unit: upcoming.index(unit) if unit in upcoming
                    else len(upcoming))
         while spare and not self._fits(wanted):
@@ -727,16 +716,13 @@ class TracedOrder(Alone):
                 return True
             if self.trace.follows():
                 upcoming = upcoming + self.trace.learnt.get("backward", [])
-        # The very next unit stays whatever its size, because that takes no more memory than it has
-        # already.
+        # The very next unit stays whatever its size, because that takes no further memory.
         following = next((each for each in upcoming if not each.users), None)
         return unit is following or unit in self._soon(upcoming)
 
     def _soon(self, upcoming: list[Unit]) -> list[Unit]:
         """
         #### The units that come soon: as many as `prefetch_numel` has room for
-
-        Units whose parameters they use come with them.
         """
         soon: list[Unit] = []
         numel = 0
