@@ -386,8 +386,13 @@ class CompiledModel(Zero3Model):
     unit_class = CompiledUnit
     run: Callable[..., Any]
 
-    def __init__(self, *args: Any, backend: str, limit_numel: int | None, bucket_bytes: int,
-                 unit_bytes: int, offload_states_bytes: int, is_chain: bool):
+    def __init__(self, *args: Any,
+                 backend: str,
+                 limit_numel: int | None,
+                 bucket_bytes: int,
+                 unit_bytes: int,
+                 offload_states_bytes: int,
+                 is_chain: bool):
         """
         ### Make the units, and choose how to compile them
 
@@ -618,7 +623,8 @@ def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Ea
     return ENGINES[name]
 
 
-def compile(model: nn.Module, layer_classes: Classes | None = None, *,
+def compile(model: nn.Module,
+            layer_classes: Classes | None = None, *,
             backend: str = "inductor",
             limit_numel: int | None = None,
             bucket_bytes: int = 1 << 20,

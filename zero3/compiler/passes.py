@@ -71,7 +71,10 @@ from zero3.compiler.graph import (
 Step = tuple[str, fx.Graph, fx.Graph | None]
 
 
-def improve(forward: fx.Graph, backward: fx.Graph | None, numel: dict[str, int], limit: int,
+def improve(forward: fx.Graph,
+            backward: fx.Graph | None,
+            numel: dict[str, int],
+            limit: int,
             bucket_numel: int) -> tuple[list[Step], list[str]]:
     """
     ## All passes, one after the other
@@ -191,8 +194,10 @@ def _insert_reduce(graph: fx.Graph, layer: str) -> None:
 # ------------------------------------------------------------------------- what the room is for
 
 
-def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: int
-         ) -> tuple[fx.Graph, fx.Graph, list[str]]:
+def keep(forward: fx.Graph,
+         backward: fx.Graph,
+         numel: dict[str, int],
+         limit: int) -> tuple[fx.Graph, fx.Graph, list[str]]:
     """
     ## Keep layers whole from forward to backward, as far as the limit admits
 
@@ -222,7 +227,10 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
     return forward, backward, kept
 
 
-def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int,
+def bucket(graph: fx.Graph,
+           numel: dict[str, int],
+           bucket_numel: int,
+           limit: int,
            kept: list[str]) -> fx.Graph:
     """
     ## Merge the communication of small neighbours
@@ -240,8 +248,13 @@ def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int
     return graph
 
 
-def _joined(graph: fx.Graph, before: fx.Node | None, node: fx.Node, numel: dict[str, int],
-            bucket_numel: int, limit: int, kept: list[str]) -> fx.Node:
+def _joined(graph: fx.Graph,
+            before: fx.Node | None,
+            node: fx.Node,
+            numel: dict[str, int],
+            bucket_numel: int,
+            limit: int,
+            kept: list[str]) -> fx.Node:
     """
     #### Let a gather join the one before it, if there is room
     """
@@ -275,7 +288,10 @@ def _merge_reduces(graph: fx.Graph, numel: dict[str, int], bucket_numel: int) ->
         before = pair
 
 
-def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]) -> fx.Graph:
+def prefetch(graph: fx.Graph,
+             numel: dict[str, int],
+             limit: int,
+             kept: list[str]) -> fx.Graph:
     """
     ## Move each gather up, as far as the limit admits
 

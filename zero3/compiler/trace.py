@@ -116,8 +116,11 @@ class Graphs:
         return "; ".join(parts)
 
 
-def graphs_of(known: dict[int, Place], lower: Callable[[], Any], engine: Any,
-              traced: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+def graphs_of(known: dict[int, Place],
+              lower: Callable[[], Any],
+              engine: Any,
+              traced: fx.GraphModule,
+              inputs: Sequence[Any]) -> Callable:
     """
     ## Compile what Dynamo has traced: a backend of `torch.compile`, but for the first arguments
 
@@ -338,7 +341,9 @@ def _first_tensor(graph: fx.Graph) -> fx.Node:
                 if isinstance(node.meta["val"], torch.Tensor))
 
 
-def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
+def save_versions(forward: fx.Graph,
+                  backward: fx.Graph,
+                  results: int,
                   places: Sequence[Place | None]) -> None:
     """
     ## Have backward refuse weights that have changed since forward

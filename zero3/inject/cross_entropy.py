@@ -40,9 +40,13 @@ from zero3.comm.parts import WeightPart
 from zero3.inject.line import Line
 
 
-def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
-                          bias: torch.Tensor | None = None, *, rows: int = 1024,
-                          ignore_index: int = -100, count: torch.Tensor | int | None = None,
+def chunked_cross_entropy(hidden: torch.Tensor,
+                          weight: torch.Tensor,
+                          targets: torch.Tensor,
+                          bias: torch.Tensor | None = None, *,
+                          rows: int = 1024,
+                          ignore_index: int = -100,
+                          count: torch.Tensor | int | None = None,
                           split: Line | None = None,
                           own: WeightPart | None = None) -> torch.Tensor:
     """
@@ -81,10 +85,16 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor,
-                bias: torch.Tensor | None, targets: torch.Tensor, rows: int,
-                ignore_index: int, grads: bool, count: torch.Tensor | int,
-                split: Line | None, first: int) -> torch.Tensor:
+    def forward(ctx, hidden: torch.Tensor,
+                weight: torch.Tensor,
+                bias: torch.Tensor | None,
+                targets: torch.Tensor,
+                rows: int,
+                ignore_index: int,
+                grads: bool,
+                count: torch.Tensor | int,
+                split: Line | None,
+                first: int) -> torch.Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # The gradients of the inputs, of all chunks so far; `None` for those that need none.
         sums = [None if t is None or not (grads and t.requires_grad)
@@ -143,8 +153,11 @@ def _over_ranks(split: Line | None, total: torch.Tensor, of_target: torch.Tensor
     return found[..., :1].logsumexp(0), found[..., 1:].sum(0)
 
 
-def _add(sums: list[torch.Tensor | None], part: slice, grad: torch.Tensor,
-         hidden: torch.Tensor, weight: torch.Tensor) -> None:
+def _add(sums: list[torch.Tensor | None],
+         part: slice,
+         grad: torch.Tensor,
+         hidden: torch.Tensor,
+         weight: torch.Tensor) -> None:
     """
     #### Add a chunk's part of the gradients of hidden states, weight and bias
 

@@ -91,8 +91,11 @@ class Attention(Replacement):
         over_keys = isinstance(module.softmax, nn.Softmax) and module.softmax.dim == 1
         return "" if over_keys else f"its softmax is {module.softmax}"
 
-    def forward(self: Any, *, query: torch.Tensor, key: torch.Tensor,
-                value: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self: Any, *,
+                query: torch.Tensor,
+                key: torch.Tensor,
+                value: torch.Tensor,
+                mask: torch.Tensor | None = None) -> torch.Tensor:
         """
         ### As labml's, `(positions, batch, features)` to the same shape
         """

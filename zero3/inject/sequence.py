@@ -323,7 +323,10 @@ class PartialDropout(Replacement):
 
     p: float
 
-    def drop(self, x: torch.Tensor, dim: int, size: int, begin: int) -> torch.Tensor:
+    def drop(self, x: torch.Tensor,
+             dim: int,
+             size: int,
+             begin: int) -> torch.Tensor:
         """
         ### Zeros where the plain model has them
 

@@ -213,7 +213,10 @@ class Offload:
         return sum(os.fstat(file.fd).st_size
                    for buffers in self.in_use.values() for file in buffers.files)
 
-    def check(self, owner: Any, what: str, nbytes: int, at: torch.device) -> None:
+    def check(self, owner: Any,
+              what: str,
+              nbytes: int,
+              at: torch.device) -> None:
         """
         ### Look whether there is memory, before it is taken
 

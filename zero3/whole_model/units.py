@@ -179,8 +179,13 @@ class Unit(StandIn, Zero3Layer):
     cure_for_new = ("add it to the plain model: `plain = model.destroy()`, change `plain`, `wrap` "
                     "it again and build the optimizer again")
 
-    def __init__(self, module: nn.Module, order: "TracedOrder", path: str, leaf: bool,
-                 device: torch.device, offload: Offload | None, mesh: DeviceMesh | Links | None):
+    def __init__(self, module: nn.Module,
+                 order: "TracedOrder",
+                 path: str,
+                 leaf: bool,
+                 device: torch.device,
+                 offload: Offload | None,
+                 mesh: DeviceMesh | Links | None):
         """
         ### Shard a module
 

@@ -89,10 +89,16 @@ class Zero3Model(StandIn, ShardedModel):
     # A later chapter has units of its own.
     unit_class = Unit
 
-    def __init__(self, model: nn.Module, layer_classes: tuple[type, ...],
-                 leaf_classes: tuple[type, ...], source: Source, prefetch_numel: int | None,
-                 max_live_numel: int | None, persist_below_numel: int, bucket_numel: int,
-                 offload: Offload, mesh: DeviceMesh | Links | None):
+    def __init__(self, model: nn.Module,
+                 layer_classes: tuple[type, ...],
+                 leaf_classes: tuple[type, ...],
+                 source: Source,
+                 prefetch_numel: int | None,
+                 max_live_numel: int | None,
+                 persist_below_numel: int,
+                 bucket_numel: int,
+                 offload: Offload,
+                 mesh: DeviceMesh | Links | None):
         super().__init__()
         self.comm = communicator(mesh=mesh)
         self.order = TracedOrder()
@@ -419,7 +425,8 @@ class Zero3Model(StandIn, ShardedModel):
         return "\n".join(table)
 
 
-def wrap(model: nn.Module, layer_classes: Classes, *,
+def wrap(model: nn.Module,
+         layer_classes: Classes, *,
          leaf_classes: Classes = (),
          prefetch_numel: int | None = None,
          max_live_numel: int | None = None,
@@ -490,7 +497,10 @@ class _Wrapping:
     ## How the layers of a model become units, each in the place where it stands
     """
 
-    def __init__(self, owner: Zero3Model, model: nn.Module, source: Source, offload: Offload,
+    def __init__(self, owner: Zero3Model,
+                 model: nn.Module,
+                 source: Source,
+                 offload: Offload,
                  mesh: DeviceMesh | Links | None):
         self.owner = owner
         self.model = model
@@ -626,7 +636,9 @@ class _Wrapping:
         return found
 
 
-def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
+def continue_tokens(model: nn.Module,
+                    ids: torch.Tensor,
+                    max_new_tokens: int = 20, *,
                     eos_token_id: int | None = None,
                     temperature: float = 0.0,
                     generator: torch.Generator | None = None,
@@ -675,8 +687,10 @@ def _next_token(logits: torch.Tensor, temperature: float, generator: torch.Gener
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
 
 
-def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tuple[type, ...]
-            ) -> Iterator[LayerPlace]:
+def _places(module: nn.Module,
+            path: str,
+            layers: tuple[type, ...],
+            leaves: tuple[type, ...]) -> Iterator[LayerPlace]:
     """
     #### Where units will stand
 
