@@ -126,8 +126,10 @@ def _verify(checkpoint: CheckpointReader) -> None:
 # ----------------------------------------------------------------------------------- safetensors
 
 
-def export(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes: int = 5 << 30
-           ) -> None:
+def export(folder: Path,
+           out: Path,
+           dtype: torch.dtype | None = None,
+           file_bytes: int = 5 << 30) -> None:
     """
     ## Export the weights for Hugging Face
 
@@ -259,7 +261,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def universal(source: Path, out: Path, style: str, torch_adam: bool, step: int) -> None:
+def universal(source: Path,
+              out: Path,
+              style: str,
+              torch_adam: bool,
+              step: int) -> None:
     """
     ## Convert a checkpoint to another format, or make a checkpoint of one
 

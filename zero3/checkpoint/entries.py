@@ -555,8 +555,10 @@ class Entries(Named):
 
     # --------------------------------------------------------------------------------------- load
 
-    def shard(self, checkpoint: CheckpointReader, flat: Flat, key: str, where: slice | None = None
-              ) -> torch.Tensor:
+    def shard(self, checkpoint: CheckpointReader,
+              flat: Flat,
+              key: str,
+              where: slice | None = None) -> torch.Tensor:
         """
         ### Read this rank's shard, or one of its moments, from a checkpoint
 
@@ -618,7 +620,9 @@ class Entries(Named):
             if saved := checkpoint.manifest["optimizer"]:
                 self._take_options(saved, groups)
 
-    def _take_states(self, checkpoint: CheckpointReader, flat: Flat, dtype: torch.dtype,
+    def _take_states(self, checkpoint: CheckpointReader,
+                     flat: Flat,
+                     dtype: torch.dtype,
                      saved_dtype: torch.dtype) -> None:
         """
         #### Load the optimizer states of a shard

@@ -73,7 +73,9 @@ _DEEPSPEED_VERSION = "0.19.8"
 _MODEL_STATES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
 
 
-def from_tensors(folder: Path, step: int, tensors: dict[str, Like],
+def from_tensors(folder: Path,
+                 step: int,
+                 tensors: dict[str, Like],
                  scalars: Mapping[str, Mapping[str, object]],
                  read: Callable[[str, str], torch.Tensor]) -> None:
     """

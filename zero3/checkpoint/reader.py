@@ -436,7 +436,10 @@ class CheckpointReader:
     def _shard_numel(self, flat: FlatEntry) -> int:
         return (flat["numel"] + flat["padding"]) // self.world_size
 
-    def read(self, param: Param, key: str, begin: int, end: int) -> torch.Tensor:
+    def read(self, param: Param,
+             key: str,
+             begin: int,
+             end: int) -> torch.Tensor:
         """
         ### Read elements of a parameter or of one of its moments
 
@@ -463,7 +466,10 @@ class CheckpointReader:
                 done += last - first
         return values
 
-    def _read_parts(self, parts: list[Param], key: str, begin: int, end: int) -> torch.Tensor:
+    def _read_parts(self, parts: list[Param],
+                    key: str,
+                    begin: int,
+                    end: int) -> torch.Tensor:
         """
         #### Read elements of a parameter that ranks have split
         """

@@ -89,8 +89,13 @@ from zero3.offload.tensors import Broken, FileEntry, Writer
 from zero3.sharded import comm_of
 
 
-def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
-         step: int, extra: object = None, async_write: bool = False, keep: int = 2) -> "Saving":
+def save(folder: str | Path,
+         model: nn.Module,
+         optimizer: torch.optim.Optimizer | None = None, *,
+         step: int,
+         extra: object = None,
+         async_write: bool = False,
+         keep: int = 2) -> "Saving":
     r"""
     ## Save a checkpoint
 
@@ -125,8 +130,12 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     return saving
 
 
-def _all_here(done: str, folder: str | Path, model: nn.Module,
-              optimizer: torch.optim.Optimizer | None, step: int = 0, keep: int = 1,
+def _all_here(done: str,
+              folder: str | Path,
+              model: nn.Module,
+              optimizer: torch.optim.Optimizer | None,
+              step: int = 0,
+              keep: int = 1,
               async_write: bool = False) -> Entries:
     """
     #### List the contents of a model, check the arguments, and compare those of all ranks

@@ -204,8 +204,10 @@ class LinkedCommunicator(Communicator):
         # The slice of each layer that this node keeps until backward, by its flat parameter.
         self._kept: dict[int, torch.Tensor] = {}
 
-    def open(self, sender: Sender, params: dict[nn.Parameter, tuple[str, ...]],
-             device: torch.device | str | None, dtype: torch.dtype | None) -> torch.device:
+    def open(self, sender: Sender,
+             params: dict[nn.Parameter, tuple[str, ...]],
+             device: torch.device | str | None,
+             dtype: torch.dtype | None) -> torch.device:
         """
         ### Check the parameters of a layer, as `Communicator.open` does
 
@@ -319,8 +321,10 @@ class LinkedCommunicator(Communicator):
         for each in rows:
             self.gather_rows(transfer, group, each)
 
-    def _arrived(self, transfer: Transfer, rows: list[torch.Tensor],
-                 encodings: list[Encoding | None], keeps: bool) -> None:
+    def _arrived(self, transfer: Transfer,
+                 rows: list[torch.Tensor],
+                 encodings: list[Encoding | None],
+                 keeps: bool) -> None:
         """
         #### All rows are here: decode them, and keep this rank's slice if asked to
         """
@@ -369,7 +373,9 @@ class LinkedCommunicator(Communicator):
                 self._all_to_all(transfer, self.group, coded, received)
         return transfer
 
-    def _all_to_all(self, transfer: Transfer, group: Group, coded: torch.Tensor,
+    def _all_to_all(self, transfer: Transfer,
+                    group: Group,
+                    coded: torch.Tensor,
                     received: torch.Tensor) -> None:
         """
         #### Start to send each rank of a group its part, and to receive those for this rank

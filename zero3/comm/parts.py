@@ -58,8 +58,11 @@ class WeightPart:
     end: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], dim: int, place: int, count: int, blocks: int = 1
-           ) -> WeightPart:
+    def of(cls, shape: tuple[int, ...],
+           dim: int,
+           place: int,
+           count: int,
+           blocks: int = 1) -> WeightPart:
         """
         ### The part of one rank
 

@@ -265,7 +265,10 @@ def _beside(name: str, other: str) -> str:
     return f"{name.rpartition('.')[0]}.{other}".strip(".")
 
 
-def _set_count(modules: dict[str, nn.Module], name: str, count: str, heads: int) -> None:
+def _set_count(modules: dict[str, nn.Module],
+               name: str,
+               count: str,
+               heads: int) -> None:
     """
     #### Write the number of heads that are left to an attribute
     """
@@ -276,7 +279,10 @@ def _set_count(modules: dict[str, nn.Module], name: str, count: str, heads: int)
     setattr(modules[path], attribute, heads)
 
 
-def _add_cut(cuts: dict[str, Cut], modules: dict[str, nn.Module], name: str, is_outputs: bool,
+def _add_cut(cuts: dict[str, Cut],
+             modules: dict[str, nn.Module],
+             name: str,
+             is_outputs: bool,
              kept: torch.Tensor) -> None:
     """
     #### Cut the outputs of a layer, or its inputs

@@ -297,7 +297,9 @@ def _layers_of(params: Iterable[torch.Tensor]) -> list[Guarded]:
 # ------------------------------------------------------------------------------------ put in place
 
 
-def _check(name: str, module: Weighted, rules: list[Rule],
+def _check(name: str,
+           module: Weighted,
+           rules: list[Rule],
            uses: Counter[nn.Parameter | None]) -> None:
     """
     #### Refuse rules that do not fit a weight, before anything changes

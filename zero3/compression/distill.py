@@ -54,8 +54,12 @@ from zero3.sharded import Sharded
 Chain = Zero3Sequential | nn.Sequential
 
 
-def distill(student: Chain, teacher: Chain, keep: list[int], *, logits: float = 0.5,
-            hidden: float = 0.0, temperature: float = 2.0) -> "Distillation":
+def distill(student: Chain,
+            teacher: Chain,
+            keep: list[int], *,
+            logits: float = 0.5,
+            hidden: float = 0.0,
+            temperature: float = 2.0) -> "Distillation":
     r"""
     ## Start a student from layers of its teacher
 

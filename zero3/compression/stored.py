@@ -66,8 +66,10 @@ class Stored(nn.Module):
     scales: torch.Tensor | None
     zeros: torch.Tensor | None
 
-    def __init__(self, about: About, mask: torch.Tensor | None = None,
-                 scales: torch.Tensor | None = None, zeros: torch.Tensor | None = None):
+    def __init__(self, about: About,
+                 mask: torch.Tensor | None = None,
+                 scales: torch.Tensor | None = None,
+                 zeros: torch.Tensor | None = None):
         """
         ### Prepare for a weight
 

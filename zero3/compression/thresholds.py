@@ -50,8 +50,11 @@ DIGIT = 8
 Total = Callable[[torch.Tensor], torch.Tensor]
 
 
-def kth_keys(keys: torch.Tensor, lists: torch.Tensor, ks: list[int], bits: int, total: Total
-             ) -> torch.Tensor:
+def kth_keys(keys: torch.Tensor,
+             lists: torch.Tensor,
+             ks: list[int],
+             bits: int,
+             total: Total) -> torch.Tensor:
     """
     ## The k-th smallest key, in several lists at once
 

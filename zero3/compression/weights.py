@@ -346,7 +346,10 @@ class Grid:
 
 
 @torch.no_grad()
-def grid(low: torch.Tensor, high: torch.Tensor, bits: int, symmetric: bool) -> Grid:
+def grid(low: torch.Tensor,
+         high: torch.Tensor,
+         bits: int,
+         symmetric: bool) -> Grid:
     r"""
     ## The multiples of a scale that cover a range
 

@@ -90,7 +90,10 @@ def layouts(ranks: int, nodes: int) -> dict[str, Layout]:
     }
 
 
-def between_bytes(layout: Layout, nodes: int, numel: int, layers: int = 1,
+def between_bytes(layout: Layout,
+                  nodes: int,
+                  numel: int,
+                  layers: int = 1,
                   by_messages: bool = False) -> int:
     r"""
     ## Bytes that leave a node in a step
@@ -117,7 +120,10 @@ def between_bytes(layout: Layout, nodes: int, numel: int, layers: int = 1,
     return crossings * (gathers * weight_bytes + layers * gradient_bytes)
 
 
-def choices(params: float, ranks: int, nodes: int, layers: int = 32,
+def choices(params: float,
+            ranks: int,
+            nodes: int,
+            layers: int = 32,
             by_messages: bool = False) -> list[Choice]:
     """
     ## The cost of each layout, for a model in half precision with Adam

@@ -149,7 +149,9 @@ def stages(params: float, ranks: int, basis: int | str = 16) -> list[float]:
     ]
 
 
-def stage_parts(params: float, ranks: int, layers: int = 32,
+def stage_parts(params: float,
+                ranks: int,
+                layers: int = 32,
                 basis: int | str = 16) -> list[dict[str, float]]:
     r"""
     ## `stages` in parts: the bytes of a rank by `KINDS`, for stages 0 to 3
@@ -234,7 +236,10 @@ class Place:
         return all(need <= has.get(tier, 0.0) for tier, need in self.needs.items())
 
 
-def places(params: float, ranks: int, layers: int = 32, basis: int | str = 16) -> list[Place]:
+def places(params: float,
+           ranks: int,
+           layers: int = 32,
+           basis: int | str = 16) -> list[Place]:
     r"""
     ## The bytes in each tier, for each choice of tiers, the fastest first
 
@@ -279,7 +284,10 @@ def _tier_widths(params_in: str, states_in: str, basis: int | str) -> tuple[int,
     return p, g, k, g + k + along
 
 
-def _tier_moves(params_in: str, states_in: str, shard: float, p: int,
+def _tier_moves(params_in: str,
+                states_in: str,
+                shard: float,
+                p: int,
                 stepped: int) -> dict[str, float]:
     """
     #### Bytes that a step moves into each tier and out of it
@@ -300,7 +308,10 @@ def _tier_moves(params_in: str, states_in: str, shard: float, p: int,
     return moves
 
 
-def advise(params: float, ranks: int, has: dict[str, float], layers: int = 32) -> Place | None:
+def advise(params: float,
+           ranks: int,
+           has: dict[str, float],
+           layers: int = 32) -> Place | None:
     """
     ## The fastest place that fits, if there is one
 

@@ -299,9 +299,11 @@ class _Shard:
         self.master_bytes = self.numel * self.state_width
 
 
-def _place(
-    shards: list[_Shard], moments: int, params_in: Offload, states_in: Offload, one_memory: bool
-) -> None:
+def _place(shards: list[_Shard],
+           moments: int,
+           params_in: Offload,
+           states_in: Offload,
+           one_memory: bool) -> None:
     """
     ### Choose a tier for each shard and for its states
 
@@ -365,7 +367,10 @@ class Step:
     ### Replay a step: bytes above rest, and bytes that are sent
     """
 
-    def __init__(self, chain: list[StepLayer], world_size: int, bucket_bytes: int, packs: bool,
+    def __init__(self, chain: list[StepLayer],
+                 world_size: int,
+                 bucket_bytes: int,
+                 packs: bool,
                  by_messages: bool):
         self.chain = chain
         self.world_size = world_size
@@ -493,9 +498,10 @@ class Step:
         self.in_flight = []
 
 
-def data_parallel(
-    layers: list[LayerSpec], world_size: int, *, moments: int = 2, mixed: bool = False
-) -> Prediction:
+def data_parallel(layers: list[LayerSpec],
+                  world_size: int, *,
+                  moments: int = 2,
+                  mixed: bool = False) -> Prediction:
     """
     ## The same for plain data parallelism
 

@@ -96,8 +96,11 @@ class Transformer:
         return [LayerSpec((Part(numel, element_bytes, True),))
                 for numel in (embedding, *[layer] * self.layers, head)]
 
-    def activation_bytes(self, tensor: int, rows: int, length: int,
-                         element_bytes: int = ELEMENT_BYTES, *, sequence: bool = False,
+    def activation_bytes(self, tensor: int,
+                         rows: int,
+                         length: int,
+                         element_bytes: int = ELEMENT_BYTES, *,
+                         sequence: bool = False,
                          logits: bool = True) -> int:
         """
         ### Bytes that a rank sends to the others that split its layers, in forward and backward
@@ -140,7 +143,11 @@ class Splitting:
         return self.weight_bytes + self.activation_bytes
 
 
-def splittings(params: float, ranks: int, most: int, width: int, layers: int = 32,
+def splittings(params: float,
+               ranks: int,
+               most: int,
+               width: int,
+               layers: int = 32,
                tokens: float = 8192) -> list[Splitting]:
     """
     ## What each tensor size costs, in half precision with Adam

@@ -27,7 +27,10 @@ from zero3.guards.moments import ACTIONS, ALONE, Announced, Sharers
 _LOWER = 0xFFFFFFFF
 
 
-def diverged(transfer: Announced, ranks: tuple[int, ...], rank: int, order: torch.Tensor) -> str:
+def diverged(transfer: Announced,
+             ranks: tuple[int, ...],
+             rank: int,
+             order: torch.Tensor) -> str:
     """
     ## Compare the announcements of all ranks of a group
 
@@ -73,7 +76,10 @@ def told(comm: Sharers, row: list[int]) -> str:
     return f"{action} of {name}, {nbytes} bytes, layers' checksum {mark & _LOWER}"
 
 
-def _cure(options: str, mine: list[int], row: list[int], other: int) -> str:
+def _cure(options: str,
+          mine: list[int],
+          row: list[int],
+          other: int) -> str:
     """
     #### What to do about a rank that has announced something else
     """

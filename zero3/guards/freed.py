@@ -77,8 +77,10 @@ class FreedParameter(nn.Parameter):
     traceable = False  # whether a compiler may trace a use, because it gathers the parameter itself
 
     @classmethod
-    def named(cls, owner: Guarded, name: str, cure: str, is_shard: bool = False
-              ) -> type[FreedParameter]:
+    def named(cls, owner: Guarded,
+              name: str,
+              cure: str,
+              is_shard: bool = False) -> type[FreedParameter]:
         """
         ### The subclass for one parameter
 
@@ -88,8 +90,10 @@ class FreedParameter(nn.Parameter):
         return type("FreedParameter", (cls,), known)
 
     @classmethod
-    def of_shard(cls, owner: Guarded, memory: torch.Tensor, trains: bool, cure: str
-                 ) -> nn.Parameter:
+    def of_shard(cls, owner: Guarded,
+                 memory: torch.Tensor,
+                 trains: bool,
+                 cure: str) -> nn.Parameter:
         """
         ### A parameter without elements, for an optimizer that asks what there is to train
 

@@ -39,7 +39,10 @@ from zero3.guards.options import expect, same
 Params = dict[nn.Parameter, tuple[str, ...]]
 
 
-def check_params(comm: Sharers, who: str, params: Params, device: torch.device | str | None,
+def check_params(comm: Sharers,
+                 who: str,
+                 params: Params,
+                 device: torch.device | str | None,
                  dtype: torch.dtype | None) -> tuple[torch.device, int]:
     """
     ## Check the parameters of a layer, and compare them between ranks

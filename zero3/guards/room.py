@@ -40,7 +40,11 @@ def check_step(layer: Guarded, shard: torch.Tensor, cure: str) -> None:
     check_room(layer, "a step", nbytes, layer.device, cure)
 
 
-def check_room(owner: Named, what: str, nbytes: int, at: torch.device, cure: str) -> None:
+def check_room(owner: Named,
+               what: str,
+               nbytes: int,
+               at: torch.device,
+               cure: str) -> None:
     """
     ## Make sure that there is memory, before it is taken
 

@@ -143,7 +143,9 @@ def plain_part(grad: torch.Tensor) -> torch.Tensor:
     return grad.as_subclass(torch.Tensor) if isinstance(grad, ShardGradient) else grad
 
 
-def mark(grad: torch.Tensor, flat: object, used: set | None,
+def mark(grad: torch.Tensor,
+         flat: object,
+         used: set | None,
          names: Iterable[tuple[str, ...]] = ()) -> ShardGradient:
     """
     ## The same gradient, marked as a part of the whole
@@ -223,7 +225,11 @@ def _layer(args: Iterable[object]) -> Guarded | None:
     return None if flat is None else flat.owner()
 
 
-def _refuse(args: Iterable[object], what: str, expected: str, got: str, cure: str) -> None:
+def _refuse(args: Iterable[object],
+            what: str,
+            expected: str,
+            got: str,
+            cure: str) -> None:
     """
     #### Raise an error, unless this rank has the whole gradient
     """

@@ -173,7 +173,10 @@ def inject(model: nn.Module, policies: Iterable[Policy], strict: bool = True) ->
     return model
 
 
-def _check(model: nn.Module, policies: list[Policy], lines: list[Finding], strict: bool) -> None:
+def _check(model: nn.Module,
+           policies: list[Policy],
+           lines: list[Finding],
+           strict: bool) -> None:
     """
     #### Refuse policies that do not fit the model, before anything changes
     """

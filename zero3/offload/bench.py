@@ -49,7 +49,11 @@ class Speed(NamedTuple):
     read_gb_s: float | None
 
 
-def measure(folder: Path, nbytes: int, direct: bool, block_bytes: int, queue_depth: int) -> Speed:
+def measure(folder: Path,
+            nbytes: int,
+            direct: bool,
+            block_bytes: int,
+            queue_depth: int) -> Speed:
     """
     ## Write a file and read it again
 

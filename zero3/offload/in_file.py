@@ -49,8 +49,11 @@ class Buffers:
     A file that needs a buffer may have to wait until a write ends.
     """
 
-    def __init__(self, folder: str | os.PathLike | None, direct: bool, queue_depth: int,
-                 block_bytes: int, owner: Guarded):
+    def __init__(self, folder: str | os.PathLike | None,
+                 direct: bool,
+                 queue_depth: int,
+                 block_bytes: int,
+                 owner: Guarded):
         """
         ### Start the threads that read and write
 

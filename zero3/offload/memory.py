@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 
-def copy_to(at: torch.device, values: torch.Tensor, dtype: torch.dtype,
+def copy_to(at: torch.device,
+            values: torch.Tensor,
+            dtype: torch.dtype,
             device: torch.device) -> torch.Tensor:
     """
     ## A copy, `(n,)`, on another device or of another data type

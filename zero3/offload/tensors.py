@@ -72,7 +72,9 @@ class FileEntry(TypedDict):
     crc32: str  # of each block, see `checksums`
 
 
-def write_tensors(path: Path, like: Like, read: Callable[[str], Iterable[torch.Tensor]],
+def write_tensors(path: Path,
+                  like: Like,
+                  read: Callable[[str], Iterable[torch.Tensor]],
                   metadata: dict[str, str] | None = None) -> FileEntry:
     """
     ## Write a safetensors file

@@ -100,7 +100,9 @@ class Channels:
     ## The ways from this rank to the others of its pipeline, and back
     """
 
-    def __init__(self, line: Group, ranks: tuple[int, ...], tied: tuple[int, int],
+    def __init__(self, line: Group,
+                 ranks: tuple[int, ...],
+                 tied: tuple[int, int],
                  device: torch.device):
         """
         ### Make the process groups
@@ -290,7 +292,10 @@ class Channels:
         while self._leaving:
             self._land(self._leaving.popleft()[0])
 
-    def _announce(self, numbers: list[int], told: bytes, to: int, gradients: bool) -> int:
+    def _announce(self, numbers: list[int],
+                  told: bytes,
+                  to: int,
+                  gradients: bool) -> int:
         """
         #### Start to send an announcement, and its description if there is one
         """
@@ -301,7 +306,10 @@ class Channels:
             self._isend(text, to, self.control, _TOLD_TAG + gradients)
         return row.nbytes + len(told)
 
-    def _isend(self, tensor: torch.Tensor, to: int, group: Group, tag: int) -> None:
+    def _isend(self, tensor: torch.Tensor,
+               to: int,
+               group: Group,
+               tag: int) -> None:
         """
         #### Start to send a tensor, and keep it until it has been received
         """
@@ -311,7 +319,10 @@ class Channels:
                 work = dist.isend(tensor, peer, group.process_group, tag=tag)
             self._leaving.append((work, tensor))
 
-    def _recv(self, buffer: torch.Tensor, source: int, group: Group, tag: int) -> None:
+    def _recv(self, buffer: torch.Tensor,
+              source: int,
+              group: Group,
+              tag: int) -> None:
         """
         #### Ask for a message, and wait until it has filled a buffer
         """

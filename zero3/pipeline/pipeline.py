@@ -92,10 +92,15 @@ class Pipeline(ShardedModel):
     label = "the pipeline"
     layer_idx = ALONE
 
-    def __init__(self, layers: Iterable[nn.Module], mesh: DeviceMesh, *,
-                 loss_fn: Callable[[Tree, Tree], torch.Tensor], schedule: str = "1f1b",
-                 micro_batches: int = 1, stages: list[int] | None = None, per_rank: int = 1,
-                 gathers: str = "stage", offload: Offload | str | None = None):
+    def __init__(self, layers: Iterable[nn.Module],
+                 mesh: DeviceMesh, *,
+                 loss_fn: Callable[[Tree, Tree], torch.Tensor],
+                 schedule: str = "1f1b",
+                 micro_batches: int = 1,
+                 stages: list[int] | None = None,
+                 per_rank: int = 1,
+                 gathers: str = "stage",
+                 offload: Offload | str | None = None):
         """
         ### Cut a model into stages, and shard those of this rank
 
@@ -463,8 +468,12 @@ class _Batch:
     ## A batch on its way through the stages of this rank
     """
 
-    def __init__(self, pipeline: Pipeline, listed: list[Action], x: Tree, y: Tree,
-                 optimizer: Zero3Optimizer | None, outputs: list[Tree] | None = None):
+    def __init__(self, pipeline: Pipeline,
+                 listed: list[Action],
+                 x: Tree,
+                 y: Tree,
+                 optimizer: Zero3Optimizer | None,
+                 outputs: list[Tree] | None = None):
         self.pipeline = pipeline
         self.waiting = deque(listed)  # the actions that are still to come
         self.optimizer = optimizer

@@ -110,8 +110,12 @@ class Action(NamedTuple):
         return f"stage {self.stage}{number}"
 
 
-def actions(schedule: str, ranks: int, micro_batches: int, per_rank: int = 1,
-            gathers: str = "stage", tied: tuple[int, int] | None = None,
+def actions(schedule: str,
+            ranks: int,
+            micro_batches: int,
+            per_rank: int = 1,
+            gathers: str = "stage",
+            tied: tuple[int, int] | None = None,
             backward: bool = True) -> list[list[Action]]:
     """
     ## The actions of all ranks in a step
@@ -136,7 +140,11 @@ def actions(schedule: str, ranks: int, micro_batches: int, per_rank: int = 1,
     return found
 
 
-def check(schedule: str, ranks: int, micro_batches: int, per_rank: int, gathers: str) -> None:
+def check(schedule: str,
+          ranks: int,
+          micro_batches: int,
+          per_rank: int,
+          gathers: str) -> None:
     """
     ## Refuse a schedule that does not exist
 
@@ -281,7 +289,10 @@ def _with_reduces(found: list[Action]) -> Iterator[Action]:
             yield Action("reduce", action.stage)
 
 
-def _with_tied(found: Iterator[Action], rank: int, ranks: int, tied: tuple[int, int] | None,
+def _with_tied(found: Iterator[Action],
+               rank: int,
+               ranks: int,
+               tied: tuple[int, int] | None,
                backward: bool) -> Iterator[Action]:
     """
     #### Lend the shard of tied weights to the other stage that uses them, and take its gradient

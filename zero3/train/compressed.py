@@ -91,8 +91,12 @@ RECIPES: dict[str, Callable[[int, gpt.GPTConfig], Rules]] = {
     "rows-heads": rules_rows_heads}
 
 
-def finish(model: Zero3Sequential, config: gpt.GPTConfig, recipe: str, steps: int,
-           evaluate: Callable[[nn.Module], float], out: Path | None) -> tuple[Size, Size]:
+def finish(model: Zero3Sequential,
+           config: gpt.GPTConfig,
+           recipe: str,
+           steps: int,
+           evaluate: Callable[[nn.Module], float],
+           out: Path | None) -> tuple[Size, Size]:
     """
     ## Clean the model, evaluate it, and write it
 

@@ -178,7 +178,13 @@ def _answer(pipe: connection.Connection, rank: int, timeout_s: float) -> tuple[b
         return False, f"rank {rank}: the process ended without an answer"
 
 
-def _rank(worker, rank: int, world_size: int, store: str, device: str, pipe, args) -> None:
+def _rank(worker,
+          rank: int,
+          world_size: int,
+          store: str,
+          device: str,
+          pipe,
+          args) -> None:
     """
     #### The main function of a rank's process
     """

@@ -222,9 +222,10 @@ def draw_tape(
     return fig
 
 
-def _draw_memory(
-    ax: Axes, tape: list[Event], predicted: dict[str, int], plain: dict[str, int]
-) -> None:
+def _draw_memory(ax: Axes,
+                 tape: list[Event],
+                 predicted: dict[str, int],
+                 plain: dict[str, int]) -> None:
     """
     #### Bytes of one rank, and the predicted levels
     """

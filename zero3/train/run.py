@@ -350,7 +350,9 @@ class Run:
     measured: dict[str, int] = dataclasses.field(default_factory=dict)
     exponents: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    def take(self, model: Zero3Sequential, optimizer: Zero3Optimizer, tape: Ledger,
+    def take(self, model: Zero3Sequential,
+             optimizer: Zero3Optimizer,
+             tape: Ledger,
              ranks: Ranks) -> None:
         """
         ### Keep the measurements of a recorded step

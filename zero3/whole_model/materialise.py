@@ -110,7 +110,9 @@ class Source:
                 return module.factory().train(module.training)
 
     @torch.no_grad()
-    def fill(self, model: ShardedModel, modules: dict[str, nn.Module], path: str,
+    def fill(self, model: ShardedModel,
+             modules: dict[str, nn.Module],
+             path: str,
              names: dict[torch.Tensor, list[str]]) -> dict[torch.Tensor, torch.Tensor]:
         """
         ### Give values to the tensors of a layer that have none
@@ -304,7 +306,10 @@ def save(units: list[Any], folder: Path) -> None:
 
 
 @contextmanager
-def _agreed(sender: Named, what: str, expected: str, cure: str,
+def _agreed(sender: Named,
+            what: str,
+            expected: str,
+            cure: str,
             told: Callable[[Exception], str] = str) -> Iterator[None]:
     """
     #### Raise the error of one rank on all of them, at the end of the block
