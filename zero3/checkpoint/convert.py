@@ -203,7 +203,9 @@ def _parts(checkpoint: CheckpointReader, name: str) -> Iterator[torch.Tensor]:
         yield checkpoint.read(param, "param", begin, min(begin + PART_NUMEL, param.numel))
 
 
-def from_safetensors(source: Path, folder: Path, step: int) -> None:
+def from_safetensors(source: Path,
+                     folder: Path,
+                     step: int) -> None:
     """
     ## Make a checkpoint of Hugging Face's safetensors
 

@@ -192,7 +192,9 @@ class Entries(Named):
         # Those of them in the checkpoint; `check` fills this in.
         self.found: dict[str, torch.Tensor] = {}
 
-    def _flat(self, layer: Zero3Layer, paths: list[str], parameter: FlatParameter) -> Flat:
+    def _flat(self, layer: Zero3Layer,
+              paths: list[str],
+              parameter: FlatParameter) -> Flat:
         """
         #### Find the optimizer state of a flat parameter
         """
@@ -502,8 +504,9 @@ class Entries(Named):
         #### The parameters that are stepped whole
         """
         flats = {flat.owned: flat for flat in self.flats}
-        for whole in self.owners.wholes if self.owners else ():
-            yield flats[whole.states], whole
+        if self.owners is not None:
+            for whole in self.owners.wholes:
+                yield flats[whole.states], whole
 
     def _check_whole(self, whole: Whole, states: StatesEntry) -> None:
         """
@@ -649,7 +652,9 @@ class Entries(Named):
             if new:
                 self.state[piece] = new
 
-    def _take_whole(self, checkpoint: CheckpointReader, flat: Flat, whole: Whole) -> None:
+    def _take_whole(self, checkpoint: CheckpointReader,
+                    flat: Flat,
+                    whole: Whole) -> None:
         """
         #### Load the state of a parameter that this rank owns
 
@@ -700,7 +705,9 @@ def _expect(good: bool, problem: str) -> None:
         raise Broken(problem)
 
 
-def _first_state(make: object, kwargs: dict[str, object], group: dict[str, object],
+def _first_state(make: object,
+                 kwargs: dict[str, object],
+                 group: dict[str, object],
                  two: torch.Tensor) -> dict[str, object]:
     """
     #### The first state of a parameter, or nothing if the class cannot be made with these options
@@ -727,8 +734,9 @@ def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict
     return groups
 
 
-def _on_device(scalars: dict[str, object], group: dict[str, object], device: torch.device
-               ) -> dict[str, object]:
+def _on_device(scalars: dict[str, object],
+               group: dict[str, object],
+               device: torch.device) -> dict[str, object]:
     """
     #### Move the number of steps and the like to the device, for torch's fused and capturable steps
     """
@@ -737,7 +745,9 @@ def _on_device(scalars: dict[str, object], group: dict[str, object], device: tor
             for key, value in scalars.items()}
 
 
-def _check_states(name: str, states: StatesEntry, needed: dict[str, object]) -> None:
+def _check_states(name: str,
+                  states: StatesEntry,
+                  needed: dict[str, object]) -> None:
     """
     #### Compare the saved states of a parameter with those that the optimizer needs
 

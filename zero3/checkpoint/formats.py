@@ -118,7 +118,9 @@ def from_tensors(folder: Path,
     print_escaped(f"wrote {len(tensors)} parameters to {checkpoint}")
 
 
-def _flat_entry(name: str, keys: Like, scalars: Mapping[str, object]) -> FlatEntry:
+def _flat_entry(name: str,
+                keys: Like,
+                scalars: Mapping[str, object]) -> FlatEntry:
     """
     #### The manifest's entry for a parameter that is alone in its layer
     """
@@ -151,7 +153,9 @@ def print_escaped(line: str, file: TextIO | None = None) -> None:
 # -------------------------------------------------------------------------------------- DeepSpeed
 
 
-def to_deepspeed(folder: Path, out: Path, torch_adam: bool) -> None:
+def to_deepspeed(folder: Path,
+                 out: Path,
+                 torch_adam: bool) -> None:
     """
     ## Write DeepSpeed's universal layout
 
@@ -344,8 +348,9 @@ def _dcp_groups(checkpoint: CheckpointReader, trained: list[str]) -> list[dict[s
             for i, options in enumerate(decode(optimizer["groups"]))]
 
 
-def _dcp_group(optimizer_class: str, options: dict[str, object], names: list[str]
-               ) -> dict[str, object]:
+def _dcp_group(optimizer_class: str,
+               options: dict[str, object],
+               names: list[str]) -> dict[str, object]:
     """
     #### A param group with all options of torch's optimizer
 
@@ -383,7 +388,9 @@ class _DcpPlanner(dcp.DefaultSavePlanner):
         return decode(states["scalars"])[key]
 
 
-def from_dcp(source: Path, folder: Path, step: int) -> None:
+def from_dcp(source: Path,
+             folder: Path,
+             step: int) -> None:
     """
     ## Make a checkpoint of a DCP folder
 

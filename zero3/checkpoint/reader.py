@@ -598,7 +598,9 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _check_types(value: Any, kind: Any, where: str) -> None:
+def _check_types(value: Any,
+                 kind: Any,
+                 where: str) -> None:
     """
     #### Raise `ValueError` if a value does not have this type
 

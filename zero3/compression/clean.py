@@ -200,7 +200,9 @@ class Plan:
         self.grid = replace(self.grid, scales=_select(scales, [rows, groups]).flatten(),
                             zeros=_select(zeros, [rows, groups]).flatten())
 
-    def _groups(self, name: str, columns: torch.Tensor, count: int) -> torch.Tensor:
+    def _groups(self, name: str,
+                columns: torch.Tensor,
+                count: int) -> torch.Tensor:
         """
         #### Which groups of neighbours are left, `(count,)`
 
@@ -226,7 +228,9 @@ class Plan:
         _put(self.module, codes, stored)
 
 
-def _put(module: Weighted, codes: torch.Tensor, stored: Stored) -> None:
+def _put(module: Weighted,
+         codes: torch.Tensor,
+         stored: Stored) -> None:
     """
     #### Have a module compute with a stored weight
     """
@@ -311,7 +315,10 @@ def _select(weight: torch.Tensor, cut: Cut) -> torch.Tensor:
     return weight if columns is None else weight[:, columns]
 
 
-def _cut(name: str, module: Weighted, cut: Cut, plan: Plan | None) -> None:
+def _cut(name: str,
+         module: Weighted,
+         cut: Cut,
+         plan: Plan | None) -> None:
     """
     #### Cut a layer, whose weight is a plain parameter now
     """
@@ -441,7 +448,9 @@ class Size:
 
 
 @torch.no_grad()
-def measure(model: nn.Module, example: torch.Tensor, loss: float) -> Size:
+def measure(model: nn.Module,
+            example: torch.Tensor,
+            loss: float) -> Size:
     """
     ## Measure a plain model
 

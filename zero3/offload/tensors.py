@@ -96,7 +96,9 @@ def write_tensors(path: Path,
         return writer.finish()
 
 
-def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+def save_tensors(path: Path,
+                 tensors: dict[str, torch.Tensor],
+                 metadata: dict[str, str]) -> None:
     """
     ## Write a dict of tensors as safetensors, in the place of a file of this name
 
@@ -107,7 +109,9 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
     write_tensors(path, like, lambda name: [tensors[name]], metadata)
 
 
-def write_index(folder: Path, files: dict[str, str], nbytes: int) -> None:
+def write_index(folder: Path,
+                files: dict[str, str],
+                nbytes: int) -> None:
     """
     ## Write Hugging Face's index of several files
 
@@ -125,7 +129,9 @@ class Writer:
     on the disk once `finish` has returned.
     """
 
-    def __init__(self, path: Path, like: Like, metadata: dict[str, str] | None = None):
+    def __init__(self, path: Path,
+                 like: Like,
+                 metadata: dict[str, str] | None = None):
         """
         ### Create the file and reserve its space
 
@@ -152,7 +158,8 @@ class Writer:
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+    def __exit__(self, kind: type[BaseException] | None,
+                 error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.workers.shutdown(cancel_futures=True)
         self.file.handle.close()
@@ -188,7 +195,9 @@ class Writer:
         self.piece = self.buffers[len(self.writes) % _PIECES]
         self.filled_bytes = 0
 
-    def _move(self, buffer: torch.Tensor, nbytes: int, offset: int) -> str:
+    def _move(self, buffer: torch.Tensor,
+              nbytes: int,
+              offset: int) -> str:
         """
         #### Write a piece and return its checksums
 

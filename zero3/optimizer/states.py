@@ -477,7 +477,7 @@ class ShardStates:
             # The step wrote past the shard's own count, by which its layer notices a step.
             torch.autograd.graph.increment_version(self.shard)
         elif write:
-            # This is what the layer gathers next.
+            # Round it to the shard's data type. This is what the layer gathers next.
             self.flat.storage.replace(master)
         if write or self.in_file is None:
             # If a master in a file was only read, the file still has the old one.

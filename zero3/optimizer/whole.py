@@ -96,7 +96,9 @@ class Owners:
     Each `Zero3Optimizer` has one. It is empty unless a param group has the option `optimizer`.
     """
 
-    def __init__(self, stepper: Stepper, groups: dict[int, Options], paths: dict[nn.Module, str]):
+    def __init__(self, stepper: Stepper,
+                 groups: dict[int, Options],
+                 paths: dict[nn.Module, str]):
         """
         ### Choose the owners, and make the inner optimizers
 
@@ -264,8 +266,10 @@ class Owners:
         self._land()
         self._give_back(trip)
 
-    def _step_one(self, whole: Whole, values: torch.Tensor, grad: torch.Tensor, factor: float
-                  ) -> None:
+    def _step_one(self, whole: Whole,
+                  values: torch.Tensor,
+                  grad: torch.Tensor,
+                  factor: float) -> None:
         """
         #### Unscale, clip and step one parameter
 
@@ -343,7 +347,9 @@ class Owners:
             if rank != whole.owner and where.start < where.stop:
                 yield rank, where
 
-    def _start(self, nbytes: int, sends: Messages, receives: Messages) -> Transfer:
+    def _start(self, nbytes: int,
+               sends: Messages,
+               receives: Messages) -> Transfer:
         """
         #### Start to send tensors to single ranks, and to receive some
 
@@ -611,7 +617,9 @@ def in_rounds(wholes: Sequence[Whole]) -> list[list[Whole]]:
 # ---------------------------------------------------------------------------------- param groups
 
 
-def always_whole(make: Maker, kwargs: Options, group_by: GroupBy) -> GroupBy:
+def always_whole(make: Maker,
+                 kwargs: Options,
+                 group_by: GroupBy) -> GroupBy:
     """
     ## `group_by` of an optimizer class that steps all parameters whole
     """
