@@ -49,7 +49,7 @@ ROWS = (
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
 MOST = {"": 983, "checkpoint": 1409, "comm": 989, "compiler": 1046, "compression": 896,
         "estimate": 702, "guards": 568, "inject": 756, "offload": 595, "optimizer": 1209,
-        "pipeline": 935, "train": 933, "whole_model": 977}
+        "pipeline": 935, "train": 944, "whole_model": 977}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1494
 MOST_ANY = 290

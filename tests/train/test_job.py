@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -215,12 +216,30 @@ def test_bf16_with_masters_ends_where_fp32_does(tmp_path):
     assert sum(metrics["gradients"].values()) > 0 and metrics["skipped_steps"] == 0
 
 
+def test_muon_trains_the_hidden_matrices_and_goes_on(tmp_path):
+    """
+    It learns, its bytes are measured and not predicted, and a run that resumes in the middle ends
+    with the same bits. Breaks if the owners lose their moments.
+    Proves `Job.group_by`, `job.is_predicted`.
+    """
+    options = ["--steps", "12", "--eval-every", "4", "--sample", "1", "--optimizer", "muon"]
+    ends = []
+    for more in (["--resume", "no"], ["--resume", "no", "--save-every", "5"], []):
+        run = run_job(tmp_path, *options, *more)
+        assert run.returncode == 0, run.stderr
+        metrics = json.loads((tmp_path / "metrics.json").read_text())
+        ends.append((metrics["losses"][-1], metrics["held_out"][-1]))
+        shutil.rmtree(tmp_path / "checkpoints" / "step-00000012", ignore_errors=True)
+    assert "step 10: resumes" in run.stdout and "not predicted" in run.stdout, run.stdout
+    assert len({*map(str, ends)}) == 1 and metrics["losses"][-1] < 0.95 * metrics["losses"][0]
+
+
 def test_groups_of_ranks_train_alike_and_their_bytes_are_measured(tmp_path):
     """
     Two nodes or two replicas of one rank each have the losses of two plain ranks. With everything
     rounded between nodes the losses are near them. Their bytes are not predicted, and the table
     says so.
-    Proves I1, I4, `Job.links`, `Job.predicted`, `job.linked`, `report.table`.
+    Proves I1, I4, `Job.links`, `Job.predicted`, `job.is_predicted`, `report.table`.
     """
     options = ["--steps", "40", "--eval-every", "20", "--sample", "1"]
     rounded = ["--nodes", "2", "--gather-bits", "8", "--reduce-bits", "4", "--secondary"]
@@ -260,7 +279,9 @@ def test_what_cannot_work_is_one_line_from_rank_0(tmp_path):
         (["--nodes", "2"], "Expected: replicas or nodes that divide 1 ranks. Got: --replicas 1"),
         (["--nodes", "2", "--replicas", "2"], "Expected: --replicas or --nodes. Got: --replicas 2"),
         (["--secondary"], "Expected: --nodes beside it. Got: one node."),
-        (["--table", "--gather-bits", "8"], "Expected: one group of ranks and no encodings."),
+        (["--table", "--gather-bits", "8"],
+         "Expected: one group of ranks, no encodings and AdamW."),
+        (["--optimizer", "muon", "--compress", "8"], "Expected: AdamW. Got: --optimizer muon"),
         (["--prompt", ""], "Expected: a prompt of at least one byte."),
         (["--seq-len", "1000000"], "the text is too short. Expected: at least 10000010 bytes"),
     ],

@@ -50,7 +50,7 @@ keep all moments.
 **Rounds.** In a round each owner computes about as much as the most expensive matrix costs. The
 pieces of the next round and the values of the previous one travel meanwhile.
 
-**Run this**: `python -m pytest tests/optimizer/test_whole.py -k bits`.
+**Run this**: `make train ARGS="--optimizer muon"`.
 
 **Not covered, and what that costs**: two rounds are in memory at once. Each replica computes all
 steps. Moments of whole parameters rest in memory, also if other states are in files. The assignment

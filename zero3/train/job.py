@@ -58,6 +58,7 @@ from zero3.guards.room import room
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.offload.tiers import TIERS, Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
+from zero3.optimizer.whole import GroupBy, Matrices, Options
 from zero3.train import compressed, gpt, report
 from zero3.train.run import (
     Ranks,
@@ -123,6 +124,8 @@ OTHERS: dict[str, dict[str, Any]] = {
               "help": "data type of parameters and computation"},
     "reduce_dtype": {"choices": list(DTYPES),
                      "help": "data type of gradients, between ranks and in shards"},
+    "optimizer": {"choices": ["adamw", "muon"], "default": "adamw",
+                  "help": "who steps the hidden matrices; AdamW steps all others"},
     "offload_params": {"choices": TIERS, "default": "device", "help": "where parameters rest"},
     "offload_optimizer": {"choices": TIERS, "default": "device",
                           "help": "where optimizer states rest"},
@@ -262,9 +265,12 @@ def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
          f"--replicas {args.replicas} --nodes {args.nodes}", "change one of these numbers"),
         (args.nodes > 1 or not args.secondary, "there are no nodes for --secondary",
          "--nodes beside it", "one node", "pass --nodes, or leave --secondary out"),
-        (not (args.table and linked(args)), "the bytes cannot be predicted",
-         "one group of ranks and no encodings", "--table beside --nodes, --replicas, --gather-bits "
-         "or --reduce-bits", "leave --table out; the job measures them at its end"),
+        (not args.table or is_predicted(args), "the bytes cannot be predicted",
+         "one group of ranks, no encodings and AdamW", "--table beside --nodes, --replicas, "
+         "--gather-bits, --reduce-bits or --optimizer muon",
+         "leave --table out; the job measures them at its end"),
+        (args.optimizer == "adamw" or not args.compress, "the matrices of a compressed model "
+         "have no owner", "AdamW", "--optimizer muon beside --compress", "leave one of them out"),
         (len({*recipes}) == len(recipes), "a model would be trained twice", "different recipes",
          f"--compress {' '.join(recipes)}", "pass each of them once"),
         ("4-half" not in recipes or not args.gather_bits, "elements cannot be pruned",
@@ -292,11 +298,15 @@ def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
         folder("--offload-folder", args.offload_folder)
 
 
-def linked(args: argparse.Namespace) -> bool:
+def is_predicted(args: argparse.Namespace) -> bool:
     """
-    ## Whether layers travel between groups of ranks, or encoded: no bytes are predicted then
+    ## Whether formulas predict the bytes
+
+    They do not if layers travel between groups of ranks or encoded, or matrices to their owners.
     """
-    return bool(args.nodes > 1 or args.replicas > 1 or args.gather_bits or args.reduce_bits)
+    groups = args.nodes > 1 or args.replicas > 1
+    encoded = args.gather_bits or args.reduce_bits
+    return not (groups or encoded or args.optimizer == "muon")
 
 
 def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) -> None:
@@ -454,6 +464,7 @@ class Job:
             modules = [module.to(dtype) for module in modules]
             rules = compressed.RECIPES[self.args.compress](self.args.steps, self.config)
             self.compression = compress(modules, rules)
+        group_by = self.group_by(modules)
         layers = [
             Zero3Layer(module.to(self.ranks.device, dtype), device=self.ranks.device, dtype=dtype,
                        offload=params_in, mesh=links)
@@ -467,9 +478,24 @@ class Job:
             clip_grad_norm=self.args.clip,
             offload=self.offload(self.args.offload_optimizer),
             reduce_dtype=DTYPES.get(self.args.reduce_dtype),
-            # Weight decay would pull norms and biases away from their scale.
-            group_by=lambda name, p: {"weight_decay": 0.1 if p.ndim > 1 else 0.0},
+            group_by=group_by,
         )
+
+    def group_by(self, modules: list[nn.Module]) -> GroupBy:
+        """
+        ### Who steps a parameter, and with which weight decay
+
+        * `modules` are the layers before they are sharded
+        """
+        def decay(name: str, param: nn.Parameter) -> Options:
+            # Norms and biases would be pulled away from their scale.
+            return {"weight_decay": 0.1 if param.ndim > 1 else 0.0}
+
+        if self.args.optimizer == "adamw":
+            return decay
+        # Steps of this size have the learning rate of AdamW.
+        matrices = Matrices(nn.Sequential(*modules), adjust_lr_fn="match_rms_adamw")
+        return lambda name, param: matrices(name, param) or decay(name, param)
 
     def links(self) -> Links:
         """
@@ -631,7 +657,7 @@ class Job:
 
         The messages by which ranks find thresholds for `--compress` are not.
         """
-        if linked(self.args):
+        if not is_predicted(self.args):
             return {}
         found = predict_optimizer(self.optimizer, self.args.accumulate).as_dict()
         if self.compression is not None and self.compression.groups:
