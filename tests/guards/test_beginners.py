@@ -456,8 +456,11 @@ def test_a_group_takes_the_options_of_its_optimizer():
     Proves `Zero3Optimizer._special_options`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
-    for wrong in ({"weight_deacy": 0.1}, {"optimizer": torch.optim.SGD}):
-        with pytest.raises(RuntimeError, match=r"cannot use `group_by`(.*)weight_decay"):
+    with pytest.raises(RuntimeError, match=r"cannot use `group_by`(.*)weight_decay"):
+        Zero3Optimizer(layer, group_by=lambda name, p: {"weight_deacy": 0.1})
+    for wrong in ({"optimizer": torch.optim.SGD, "weight_deacy": 0.1}, {"optimizer": "SGD"}):
+        with pytest.raises(RuntimeError, match=r"cannot step `weight`\. Expected: parameters and "
+                                               "options that SGD takes"):
             Zero3Optimizer(layer, group_by=lambda name, p, wrong=wrong: wrong)
     optimizer = Zero3Optimizer(layer, group_by=lambda name, p: {"weight_decay": 0.5})
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
