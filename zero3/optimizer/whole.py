@@ -124,7 +124,11 @@ class Owners:
             whole.owner = owner
             if owner == self.comm.rank:
                 whole.param = self._stand_in(whole)
-        self.inner = {index: self._make(index, options) for index, options in groups.items()}
+        # The inner optimizer of each param group, with what this rank owns.
+        self.inner = {
+            index: _optimizer_of(options, [whole.param for whole in self.wholes
+                                   if whole.param is not None and whole.group_index == index])
+            for index, options in groups.items()}
         for whole in self.wholes:
             if whole.param is not None:
                 whole.param.data = whole.param.new_empty(0)
@@ -158,13 +162,13 @@ class Owners:
                                 "a parameter with elements", f"none for {options}",
                                 "correct `group_by`, or leave this group out")
         for whole in self.wholes:
-            options = dict(groups[whole.group_index])
-            make = options.pop("optimizer")
+            options = groups[whole.group_index]
             try:
-                make([{"params": [self._stand_in(whole)]}], **options)  # type: ignore[operator]
+                _optimizer_of(options, [self._stand_in(whole)])
             except (TypeError, ValueError) as error:
                 self.stepper.expect(False, f"cannot step `{whole.name}`", "parameters and options "
-                                    f"that {_class_name(make)} takes", f"{error}", _CURE)
+                                    f"that {_class_name(options['optimizer'])} takes", f"{error}",
+                                    _CURE)
 
     def _stand_in(self, whole: Whole) -> nn.Parameter:
         """
@@ -172,16 +176,6 @@ class Owners:
         """
         zero = torch.zeros((), dtype=whole.states.master_dtype, device=self.stepper.device)
         return nn.Parameter(zero.expand(whole.shape))
-
-    def _make(self, index: int, options: Options) -> torch.optim.Optimizer:
-        """
-        #### The inner optimizer of a param group, on this rank
-        """
-        options = dict(options)
-        make = options.pop("optimizer")
-        params = [whole.param for whole in self.wholes
-                  if whole.param is not None and whole.group_index == index]
-        return make([{"params": params}], **options)  # type: ignore[operator]
 
     @property
     def param_groups(self) -> list[Options]:
@@ -679,14 +673,14 @@ class Matrices:
                   for param in module.parameters(recurse=False)}
         last = [id(param) for _, param in named if param.ndim == 2 and param.requires_grad][-1:]
         for name, param in named:
-            said = [each for each in but if name == each or name.startswith(f"{each}.")]
+            said = [each for each in but if _is_in(name, each)]
             self.reasons[name] = (
                 f"{param.ndim} dimensions" if param.ndim != 2
                 else "an embedding" if id(param) in tables
                 else "the last matrix, so the head" if id(param) in last
                 else f"but `{said[0]}`" if said else "")
         for each in but:
-            found = any(name == each or name.startswith(f"{each}.") for name in self.reasons)
+            found = any(_is_in(name, each) for name in self.reasons)
             expect(found, "Matrices", "the names of parameters or modules in `but`", f"`{each}`",
                    f"take one of {[*self.reasons]}")
         expect("" in self.reasons.values(), "Matrices", "a hidden matrix", f"{self}", "build it "
@@ -709,6 +703,22 @@ class Matrices:
         make = _class_name(self.group["optimizer"])
         return "\n".join(f"{name}: {f'left out, {why}' if why else make}"
                          for name, why in self.reasons.items())
+
+
+def _optimizer_of(options: Options, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """
+    #### An optimizer of the class that the options name
+    """
+    options = dict(options)
+    make = options.pop("optimizer")
+    return make([{"params": params}], **options)  # type: ignore[operator]
+
+
+def _is_in(name: str, module: str) -> bool:
+    """
+    #### Whether a parameter has this name, or is inside the module of this name
+    """
+    return name == module or name.startswith(f"{module}.")
 
 
 def _class_name(make: object) -> str:
