@@ -126,8 +126,9 @@ class Owners:
                 whole.param = self._stand_in(whole)
         # The inner optimizer of each param group, with what this rank owns.
         self.inner = {
-            index: _optimizer_of(options, [whole.param for whole in self.wholes
-                                   if whole.param is not None and whole.group_index == index])
+            index: _optimizer_of(options, [
+                whole.param for whole in self.wholes
+                if whole.param is not None and whole.group_index == index])
             for index, options in groups.items()}
         for whole in self.wholes:
             if whole.param is not None:
