@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from zero3.comm import collectives
 from zero3.offload import disk
@@ -59,7 +60,10 @@ def watch() -> None:
     ## Watch this process, from now on
     """
     for name in MESSAGES:
-        setattr(dist, name, _watched(getattr(dist, name), name, 1))
+        watched = _watched(getattr(dist, name), name, 1)
+        setattr(dist, name, watched)
+        # `P2POp` takes torch's own functions only, which it looks up there.
+        setattr(distributed_c10d, name, watched)
     for name in COLLECTIVES:
         setattr(collectives, name, _watched(getattr(collectives, name), name, 2))
     disk.File.move = _moved(disk.File.move)  # type: ignore[method-assign]

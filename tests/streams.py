@@ -35,6 +35,7 @@ tensor inherits all users that freed memory of its stream ever had.
 
 **Not covered, and what that costs**: operations inside of one kernel, and the time that anything
 takes: two operations that may overlap need not. NCCL is taken to have one stream for everything.
+Two uses of different parts of one storage count as uses of the same memory.
 """
 
 import contextlib
@@ -43,6 +44,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
@@ -221,6 +223,12 @@ class Accelerator:
         for line in self.lines:
             self.host_waits("device", line.clock)
 
+    def get_rng_state(self, *_: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
+        torch.set_rng_state(state)
+
     def memory_reserved(self, *_: Any) -> int:
         return 0
 
@@ -355,6 +363,24 @@ class Accelerator:
 
         return call
 
+    def messages(self, real: Callable) -> Callable:
+        """
+        ### Messages as NCCL runs them: together, on its stream, after the current one
+        """
+        def call(ops: list[Any]) -> list[Work]:
+            with _disable_current_modes():
+                for work in real(ops):
+                    work.wait()
+            self.nccl.wait_stream(self.current)
+            sent, received = ([op.tensor for op in ops if op.op.__name__ == name]
+                              for name in ("isend", "irecv"))
+            self.operate(self.nccl, "messages", sent, received)
+            done = self.Event()
+            done.record(self.nccl)
+            return [Work(done)]
+
+        return call
+
     def moves(self, real: Callable) -> Callable:
         """
         ### Blocks of a file, which threads move between the file and a buffer
@@ -422,6 +448,7 @@ class Accelerator:
         self.replace(comm, "all_reduce", self.collective(comm.all_reduce, "all-reduce"))
         self.replace(comm, "all_to_all_single",
                      self.collective(comm.all_to_all_single, "all-to-all"))
+        self.replace(dist, "batch_isend_irecv", self.messages(dist.batch_isend_irecv))
         self.replace(InFile, "_start", self.moves(InFile._start))
         self.replace(InFile, "_end", self.moved(InFile._end))
         if hasattr(comm, "streams"):

@@ -22,6 +22,12 @@ from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.comm.collectives import Communicator, Transfer
 from zero3.comm.reducer import Reducer
 from zero3.offload.in_file import InFile
+from zero3.optimizer.whole import Owners
+
+
+def nothing(*_):
+    """In place of a wait"""
+
 
 # ------------------------------------------------------------------------------------------ races
 
@@ -140,6 +146,75 @@ def test_no_two_streams_use_the_same_memory_unless_one_waits_for_the_other(
             assert checks > 200 and not problems, (name, problems)
 
 
+class Matrices:
+    """Six matrices, each of which one rank steps whole. Each has a storage of its own"""
+
+    def sharded(self, offload):
+        torch.manual_seed(0)
+        return Zero3Sequential([Zero3Layer(nn.Linear(6, 6, bias=False).double(), offload=offload)
+                                for _ in range(6)])
+
+    def batch(self, step, world_size):
+        generator = torch.Generator().manual_seed(step)
+        return torch.randn(2 * world_size, 6, dtype=torch.double, generator=generator)
+
+    def forward(self, model, rows):
+        model(rows).square().mean()
+
+    def backward(self, model, rows):
+        model(rows).square().mean().backward()
+
+
+def race_of_owners(tier, folder):
+    """How many orders of a run with owners were checked, what is not ordered, and the messages"""
+    offload = Offload(tier, folder=folder if tier == "nvme" else None)
+    with Accelerator() as device:
+        trial = Matrices()
+        model = trial.sharded(offload)
+        train(trial, model, Zero3Optimizer(model, torch.optim.Muon, lr=0.05, bucket_bytes=600,
+                                           clip_grad_norm=1e9, offload=offload))
+    # In each line's own order: what it computes while messages travel.
+    log = [operation for operation in device.log if operation.line in ("nccl", "compute")]
+    overlapped = any(a.what == "messages" and b.what == "mm" and not before(a, b)
+                     and not before(b, a) for a in log for b in log)
+    return device.checks, Counter(device.problems), overlapped
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
+def test_pieces_on_their_way_to_owners_and_back_race_with_nothing(tier, tmp_path):
+    """
+    Copies out of the masters, messages, steps on the owner and copies back. On the device the next
+    matrix travels while this one is orthogonalised.
+    Proves I9, `Owners.step`, `Owners._start`, `Owners._land`.
+    """
+    for checks, problems, overlapped in run(race_of_owners, 2, tier, str(tmp_path)):
+        assert checks > 500 and not problems, problems
+        assert overlapped or tier != "device"
+
+
+PLANTED_IN_OWNERS = {
+    "the owner does not wait for the pieces": (Work, "wait", nothing),
+    "nobody waits for the new values": (Owners, "_land", lambda self: self.going.clear()),
+}
+
+
+def plant_in_owners():
+    found = {}
+    for what, replaced in PLANTED_IN_OWNERS.items():
+        with mock.patch.object(*replaced):
+            found[what] = race_of_owners("device", None)[1]
+    return found
+
+
+def test_a_planted_mistake_on_the_way_to_owners_is_found():
+    """
+    Each changes no number here.
+    Proves I9, `Owners._compute`, `Owners._land`.
+    """
+    for found in run(plant_in_owners, 2):
+        assert all(found[what] for what in PLANTED_IN_OWNERS), found
+
+
 def trains_on_an_accelerator(tier, folder):
     """The weights of three steps, plain on the CPU and in shards on the device, from this tier"""
     torch.manual_seed(0)
@@ -189,10 +264,6 @@ def not_waiting(*which):
             yield
 
     return on
-
-
-def nothing(*_):
-    """In place of a wait"""
 
 
 def release_at_once(storage, stream=None, real=InFile.release):

@@ -13,11 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.inject.test_tensor_parallel import Encoded
 from tests.ranks import run
 from zero3 import (
+    Int4,
+    Int8,
     Links,
     Offload,
     Zero3Layer,
@@ -31,10 +35,10 @@ from zero3 import (
 from zero3.checkpoint.formats import from_dcp
 from zero3.checkpoint.reader import CheckpointReader, decode, newest
 from zero3.comm.collectives import _ORDER_TAG
-from zero3.comm.parts import WeightPart
 from zero3.estimate.ledger import Ledger
+from zero3.inject import inject, policies
 from zero3.optimizer.stage3 import plain_paths
-from zero3.optimizer.whole import Matrices, assign, cost, in_rounds
+from zero3.optimizer.whole import Matrices, assign, cost, in_rounds, looks_at
 from zero3.pipeline import Pipeline
 
 BF16 = torch.bfloat16
@@ -163,7 +167,12 @@ def masters_of(optimizer):
     found = {}
     for states in optimizer.shard_states:
         with states.in_memory(optimizer.state, write=False) as (master, _):
-            rows = optimizer.comm.numbers(optimizer, master)[: optimizer.comm.world_size].flatten()
+            rows = optimizer.comm.numbers(optimizer, master)[: optimizer.comm.world_size]
+        if len(optimizer.comm.sharers) > 1:
+            # Neighbouring parts are on different nodes.
+            across, inside = optimizer.comm.across.size, optimizer.comm.group.size
+            rows = rows.view(across, inside, -1).transpose(0, 1)
+        rows = rows.flatten()
         for slot in states.flat.slots:
             name = f"{paths[states.layer]}.{slot.names[0]}".strip(".")
             found[name] = slot.of(rows).clone()
@@ -204,8 +213,14 @@ def batches(step, ranks, micro):
 
 
 def equal(kind, dtype=torch.float32, clip=None, micro=1, steps=20, group_by=by_shape,
-          first=torch.optim.AdamW, default=ADAMW, replicas=None, rest=None, **options):
-    mesh = replicas and init_device_mesh("cpu", replicas, mesh_dim_names=("replicate", "shard"))
+          first=torch.optim.AdamW, default=ADAMW, grid=(), rest=None, **options):
+    """
+    Names of the masters that differ from plain PyTorch's
+
+    * `grid` is "replicate" or "nodes", and how many, of how many ranks
+    """
+    kind_of_grid, *sizes = grid or ("",)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=(kind_of_grid, "shard")) if grid else None
     plain, model = build(kind, dtype, mesh=mesh, offload=rest)
     reference = Plain(plain, group_by if first is torch.optim.AdamW
                       else lambda name, p: {"optimizer": first, **default, **group_by(name, p)},
@@ -223,7 +238,7 @@ def equal(kind, dtype=torch.float32, clip=None, micro=1, steps=20, group_by=by_s
         # The factor of this norm, which is the plain one up to the order of its sums.
         factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         clipped += factor < 1
-        expected = reference.step(parts, factor, mesh.size(0) if mesh else 1)
+        expected = reference.step(parts, factor, sizes[0] if grid else 1)
         assert norm == pytest.approx(expected, rel=1e-5 if dtype is torch.float32 else 1e-2)
     found = masters_of(optimizer)
     assert found.keys() == reference.masters.keys()
@@ -263,14 +278,56 @@ def lamb(name, p):
 def test_a_norm_of_each_parameter_and_factored_moments_are_those_of_the_whole_parameter():
     """
     LAMB's step divides by norms of the parameter, and Adafactor keeps one number for each row and
-    column: on shards both would be others. Adafactor is the class of the whole optimizer.
-    Proves `always_whole`, `Owners.step`, `cost`.
+    column: on shards both would be others. Each is tried for some parameters, and as the class of
+    the whole optimizer, which finds out that it is not elementwise.
+    Proves `always_whole`, `looks_at`, `Owners.step`, `cost`.
     """
-    factored = {"first": torch.optim.Adafactor, "default": {"lr": 0.05}}
+    every = {"default": {"lr": 0.05}, "group_by": nothing}
     cases = [("chain", torch.float32, None, 1, {"group_by": lamb}),
-             ("wrap", torch.float32, 0.05, 1, {**factored, "group_by": nothing})]
+             ("chain", torch.float32, None, 1, {**every, "first": Lamb}),
+             ("wrap", torch.float32, 0.05, 1, {**every, "first": torch.optim.Adafactor})]
     for world_size in (2, 3):
-        assert run(several, world_size, cases) == [[[]] * 2] * world_size
+        assert run(several, world_size, cases) == [[[]] * 3] * world_size
+
+
+class Twins(torch.optim.Optimizer):
+    """Steps along the length of all gradients together"""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        params = [p for group in self.param_groups for p in group["params"]]
+        length = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p.sub_(p.grad / length, alpha=self.param_groups[0]["lr"])
+
+
+class Noisy(torch.optim.SGD):
+    """SGD with noise"""
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.grad += torch.randn_like(p.grad)
+        super().step()
+
+
+def test_what_a_class_looks_at_is_found_out():
+    """
+    With a rate of 0 as well, which hides it. The random numbers of the program are left alone.
+    Proves `looks_at`, `_tried`.
+    """
+    cpu = torch.device("cpu")
+    state = torch.get_rng_state()
+    elementwise = (torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop, torch.optim.ASGD, Noisy)
+    assert {looks_at(make, {"lr": 0.0}, cpu) for make in elementwise} == {"element"}
+    by_parameter = (torch.optim.Muon, torch.optim.Adafactor, Lamb)
+    assert {looks_at(make, {"lr": 0.0}, cpu) for make in by_parameter} == {"parameter"}
+    assert looks_at(Twins, {"lr": 0.0}, cpu) == "another step if it has two parameters"
+    assert "closure" in looks_at(torch.optim.LBFGS, {}, cpu)
+    assert "dense" in looks_at(torch.optim.SparseAdam, {}, cpu)
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def muon_of(grad):
@@ -330,7 +387,7 @@ def test_the_halves_of_a_matrix_would_be_stepped_in_other_directions():
 def in_tiers(folder):
     files = Offload("nvme", folder=folder)
     return several([
-        ("wrap", torch.float32, None, 1, 5, {"replicas": (2, 2)}),
+        ("wrap", torch.float32, None, 1, 5, {"grid": ("replicate", 2, 2)}),
         ("chain", BF16, None, 1, 5, {"offload": "cpu", "rest": "cpu"}),
         ("chain", BF16, None, 1, 5, {"offload": files, "rest": files}),
         ("wrap", torch.float32, 0.05, 2, 5, {"offload": files})])
@@ -399,26 +456,116 @@ def test_a_compiled_model_has_the_bits_of_one_with_hooks():
     assert run(compiled, 2) == [True, True]
 
 
-def meshes():
-    nodes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("nodes", "shard"))
-    model = Zero3Sequential([Zero3Layer(nn.Linear(4, 4), mesh=Links(nodes))])
-    first = refused(lambda: Zero3Optimizer(model, group_by=by_shape))
-    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
-    split = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    part = WeightPart.of((8, 4), 0, dist.get_rank(), 2)
-    model = Zero3Sequential([Zero3Layer(layer, mesh=grid["shard"]) for layer in split])
-    vars(split[0])["parts"] = {"weight": part}
-    return first, refused(lambda: Zero3Optimizer(model, group_by=by_shape))
+def on_nodes():
+    return several([("chain", torch.float32, 0.05, 2, 5, {"grid": ("nodes", 2, 2)}),
+                    ("wrap", BF16, None, 1, 5, {"grid": ("nodes", 2, 2)}),
+                    ("wrap", torch.float32, None, 1, 3, {"grid": ("nodes", 4, 1)})])
 
 
-def test_nodes_and_split_weights_are_refused_by_name():
+def test_nodes_give_the_same_bits():
     """
-    A matrix of which a rank has a part would be stepped as if the part were the matrix.
-    Proves `Owners._check_ranks`.
+    All ranks of all nodes share the owners, and neighbouring parts of a parameter are on different
+    nodes. Breaks if a piece goes to the rank with the number of its part.
+    Proves I8, `LinkedCommunicator.sharing`, `Communicator.sharing`.
     """
-    for nodes, split in run(meshes, 2):
-        assert "a mesh with nodes" in nodes
-        assert "cannot step `0.weight` whole" in split and "tensor parallelism" in split
+    assert run(on_nodes, 4) == [[[]] * 3] * 4
+
+
+def whole_grads(optimizer):
+    """The mean gradient of each parameter, as the ranks have it in their shards"""
+    paths = plain_paths(optimizer.model)
+    found = {}
+    for states in optimizer.shard_states:
+        rows = optimizer.comm.numbers(optimizer, states.read_grad())
+        for slot in states.flat.slots:
+            name = f"{paths[states.layer]}.{slot.names[0]}".strip(".")
+            found[name] = slot.of(rows.flatten()).clone()
+    return found
+
+
+def encoded(dtype):
+    """The masters that differ from those of plain optimizers that get the same gradients"""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))).to(dtype)
+    reference = Plain(copy.deepcopy(plain), by_shape, ADAMW)
+    links = Links(weights=Int8(), gradients=Int4())
+    model = Zero3Sequential([Zero3Layer(layer, mesh=links) for layer in plain])
+    optimizer = Zero3Optimizer(model, group_by=by_shape, **ADAMW)
+    for step in range(4):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        optimizer.backward(model(x[dist.get_rank() :].to(dtype)).float().square().mean())
+        grads = whole_grads(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        for (name, _), each in zip(reference.trained, reference.optimizers, strict=True):
+            reference.masters[name].grad = grads[name].float()
+            each.step()
+    found = masters_of(optimizer)
+    return [name for name, value in reference.masters.items()
+            if not torch.equal(value, found[name])]
+
+
+def test_owners_get_gradients_that_were_encoded_on_the_way():
+    """
+    8 bits of each weight and 4 of each gradient: the step is plain PyTorch's on what the ranks have
+    decoded.
+    """
+    for dtype in (torch.float32, BF16):
+        assert run(encoded, 2, dtype) == [[], []]
+
+
+def scaled():
+    """Masters of runs without a scale, with one, and with a step that overflowed between others"""
+    found = []
+    for scale, steps in ((None, (0, 1)), (1024.0, (0, 1)), ("dynamic", (0, math.inf, 1))):
+        model = build("chain", torch.float32)[1]
+        optimizer = Zero3Optimizer(model, group_by=by_shape, loss_scale=scale, scale_floor=1.0,
+                                   **ADAMW)
+        told = []
+        for step in steps:
+            # On the second rank alone the loss is infinite.
+            number = 0 if step == math.inf else step
+            loss = loss_of(model, tokens(number).chunk(2)[dist.get_rank()])
+            if step == math.inf and dist.get_rank() == 1:
+                loss = loss * math.inf
+            before = masters_of(optimizer)
+            optimizer.backward(loss)
+            told.append(optimizer.step() is None and alike(before, masters_of(optimizer)))
+            optimizer.zero_grad()
+        found.append((masters_of(optimizer), told, len(state_of(optimizer))))
+    return found
+
+
+def test_all_owners_skip_a_step_that_overflows_on_one_rank():
+    """
+    A scale is a power of two, so it changes no bit. The skipped step moves no master and counts in
+    no state.
+    Proves `Owners.step`.
+    """
+    for (one, *_), (other, *_), (third, told, _) in run(scaled, 2):
+        assert alike(one, other) and alike(one, third)
+        assert told == [False, True, False]
+
+
+def split_over_ranks():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+    model = Encoded(0.0)
+    rule = Matrices(model, lr=0.02)
+    model = wrap(inject(model, [policies.tensor_parallel(mesh["tensor"])]), model.layer_classes,
+                 mesh=mesh["shard"])
+    found = refused(lambda: Zero3Optimizer(model, group_by=rule))
+    # An elementwise optimizer steps the parts.
+    return found, len(Zero3Optimizer(model).shard_states)
+
+
+def test_weights_that_tensor_parallelism_has_split_are_refused_by_name():
+    """
+    A rank would step its part as if it were the matrix.
+    Proves `Owners._check_groups`.
+    """
+    for text, stepped in run(split_over_ranks, 2):
+        assert "cannot step `encoder.layers.0.self_attn.query.linear.weight` whole" in text
+        assert "tensor parallelism" in text and stepped > 0
 
 
 # -------------------------------------------------------------------------------- bytes and balance
@@ -441,12 +588,13 @@ def bytes_of_a_step(native):
         counted += tensor.nbytes * (kwargs["tag"] != _ORDER_TAG)
         return real(tensor, *args, **kwargs)
 
-    dist.isend = isend
+    # `P2POp` looks up torch's own functions.
+    dist.isend = distributed_c10d.isend = isend
     try:
         with Ledger(model, optimizer) as tape:
             optimizer.step()
     finally:
-        dist.isend = real
+        dist.isend = distributed_c10d.isend = real
     told = sum(e.sent_bytes for e in tape.events if e.event in ("collect", "give back"))
     norms = sum(e.sent_bytes for e in tape.events if e.event == "norm")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -600,21 +748,25 @@ def refusals():
         refused(lambda: Zero3Optimizer(
             sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 0, bias=False))),
             group_by=lambda name, p: {} if p.numel() else vectors)),
+        refused(lambda: Zero3Optimizer(sharded(nn.Linear(4, 4)), Twins)),
+        refused(lambda: Zero3Optimizer(sharded(nn.Linear(4, 4)), group_by=lambda name, p: {
+            "optimizer": Twins})),
     ]
 
 
 def test_what_an_optimizer_cannot_step_is_refused_by_name_on_all_ranks():
     """
     A parameter with three dimensions and a vector under Muon, as torch refuses them; an option that
-    the class does not have; and a group without elements, which would train nothing. The second
-    rank owns nothing, and raises the same.
+    the class does not have; a group without elements, which would train nothing; and a class whose
+    step of a parameter depends on others. The second rank owns nothing, and raises the same.
     Proves `Owners._check_groups`.
     """
     for number, found in enumerate(run(refusals, 2)):
         words = (("cannot step `1.weight`", "torch.Size([2, 2, 3])", "group_by=Matrices"),
                  ("cannot step `0.bias`", "2D parameters", "group_by=Matrices"),
                  ("cannot step `0.weight`", "unexpected keyword argument 'rate'"),
-                 ("without work", "a parameter with elements", "Muon"))
+                 ("without work", "a parameter with elements", "Muon"),
+                 *[("steps each parameter by itself", "Twins: another step if it has two")] * 2)
         for text, expected in zip(found, words, strict=True):
             assert f"rank {number}: the optimizer" in text
             assert all(word in text for word in expected), text

@@ -72,20 +72,22 @@ as in a frozen mask, makes its neighbours infinite or NaN; make it a buffer.
 from __future__ import annotations
 
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm import collectives
 from zero3.comm.collectives import Communicator, Pairs, Transfer
 from zero3.comm.encodings import Encoding, is_encoding
-from zero3.comm.mesh import groups_of
+from zero3.comm.mesh import groups_of, wait_as_long
 from zero3.comm.order import Group, Sender
 from zero3.guards.options import expect
 from zero3.watch import in_backward
@@ -203,6 +205,22 @@ class LinkedCommunicator(Communicator):
         self.sharers = (self.group, self.across)
         # The slice of each layer that this node keeps until backward, by its flat parameter.
         self._kept: dict[int, torch.Tensor] = {}
+
+    @cached_property
+    def sharing(self) -> Group:
+        """
+        ### The ranks that share each shard, in the order of their parts
+
+        With nodes they have no process group yet. All of them ask for it together.
+        """
+        if self.across.size == 1:
+            return self.group
+        process_group = dist.new_group([*self.ranks], use_local_synchronization=True)
+        wait_as_long(process_group)
+        mesh: Any = self.links.mesh
+        # Neighbouring parts are on different nodes.
+        in_order = tuple(mesh.mesh.t().flatten().tolist())
+        return Group(in_order, self.rank, weakref.ref(process_group))
 
     def open(self, sender: Sender,
              params: dict[nn.Parameter, tuple[str, ...]],

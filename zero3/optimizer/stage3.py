@@ -55,12 +55,12 @@ reduced together (`buckets.py`).
 **Run this**: `make train ARGS="--dtype fp16 --loss-scale dynamic --accumulate 4 --clip 1.0"`. With
 `bf16` the same works without a loss scale.
 
-**Not covered, and what that costs**: as `optimizer_class`, an optimizer that looks at more than one
-element at a time. A shard has no rows and columns, and its norm is not the norm of a layer. LAMB,
-LARS, Adafactor and Muon step whole parameters: return them from `group_by` as `"optimizer"` (see
-`whole.py`). L-BFGS takes products of the whole gradient, and is refused. An optimizer that
-counts its steps in the param group counts several in a step, because it is called once for each
-large shard, and once for each batch of small ones.
+An optimizer that looks at more than one element at a time steps whole parameters (`whole.py`): a
+shard has no rows and columns, and its norm is not the norm of a layer.
+
+**Not covered, and what that costs**: an optimizer that looks at several parameters, as L-BFGS does,
+is refused. One that counts its steps in the param group counts several in a step, because it is
+called once for each large shard, and once for each batch of small ones.
 
 If the squares of a shard's gradient exceed the range of fp32 when they are added up, the norm
 counts as an overflow; that takes scaled gradients around $10^{19}$. If one rank alone lacks the
@@ -100,11 +100,17 @@ from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.states import Piece, ShardStates, moments_of
-from zero3.optimizer.whole import Owners, always_whole, elementwise, elementwise_first
+from zero3.optimizer.whole import (
+    KNOWN_LOOKS,
+    STEPS_EACH,
+    Owners,
+    always_whole,
+    elementwise,
+    elementwise_first,
+    looks_at,
+)
 from zero3.sharded import ShardedModel
 
-# These optimizers of torch look at more than one parameter, or at a part of one.
-_REFUSED = ("LBFGS", "SparseAdam")
 # A dynamic loss scale starts here.
 _FIRST_SCALE = 65536.0
 
@@ -145,9 +151,10 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         All ranks call this alike, after wrapping.
 
         * `model` is a `Zero3Sequential`, or any module whose parameters are all in `Zero3Layer`s
-        * `optimizer_class` is an elementwise optimizer of `torch.optim`, or one like them that
-          keeps everything about a parameter in that parameter's state. `kwargs` are its arguments.
-          `fused=True` is added if the optimizer knows it and all parameters are real
+        * `optimizer_class` is an optimizer of `torch.optim`, or one like them that keeps everything
+          about a parameter in that parameter's state. `kwargs` are its arguments. `fused=True` is
+          added if the optimizer knows it and all parameters are real. If it looks at more than one
+          element at a time, as Muon does, each parameter is stepped whole (see `whole.py`)
         * `group_by` gets the name and the parameter, which has a shape but no values, and returns
           the options that differ for it: `lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}`
           decays matrices only. With `"optimizer"`, a class, the parameter is stepped whole by that
@@ -163,8 +170,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         * `offload` says where masters, moments and the shards' gradients rest, as an `Offload` or
           as "cpu"; left out, on the device. In the two other tiers the CPU computes the step
 
-        Raises `RuntimeError` if parameters are not sharded, if the optimizer is not elementwise, if
-        an argument is out of range, or if there is not enough memory. ZeRO, section 3.1. Keeps the
+        Raises `RuntimeError` if parameters are not sharded, if the class cannot step them, if an
+        argument is out of range, or if there is not enough memory. ZeRO, section 3.1. Keeps the
         invariants I1, I2 and I5 to I8.
         """
         connect(model)
@@ -176,7 +183,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         self.comm = self.layers[0].comm if self.layers else Communicator()
         self.listener: Listener = Silence()
         self.offload = Offload.of(offload)
-        self.group_by = always_whole(optimizer_class, kwargs, group_by or (lambda name, param: {}))
+        on_device = self.offload.tier == "device" and self.layers
+        self.device = self.layers[0].device if on_device else torch.device("cpu")
+        self.group_by = group_by or (lambda name, param: {})
         self.clip_grad_norm = clip_grad_norm
         self.reduce_dtype = reduce_dtype
         self.bucket_bytes = bucket_bytes
@@ -197,7 +206,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         known = inspect.signature(optimizer_class).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
         self.takes = set() if takes_any else {*known} - {"params"}
-        self._check_model(optimizer_class)
+        self._check_model(optimizer_class, kwargs)
         self._check_arguments(bucket_bytes)
 
         # The layers of a chain share a reducer, and get a bucket in its place.
@@ -225,16 +234,20 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
 
     # --------------------------------------------------------------------------------------- build
 
-    def _check_model(self, optimizer_class: Callable[..., torch.optim.Optimizer]) -> None:
+    def _check_model(self, optimizer_class: Callable[..., torch.optim.Optimizer],
+                     kwargs: dict[str, Any]) -> None:
         """
         #### Refuse an optimizer or a model that would train differently on shards
 
         L-BFGS, for instance, takes products of the whole gradient. A trainable parameter outside of
         the layers would never be stepped, because the optimizer takes only shards.
         """
+        looks = looks_at(optimizer_class, kwargs, self.device)
         name = getattr(optimizer_class, "__name__", optimizer_class)
-        self.expect(name not in _REFUSED, "cannot use this class", "one that steps each parameter "
-                    "by itself, with a dense gradient", name, "take AdamW, for instance")
+        self.expect(looks in KNOWN_LOOKS, "cannot use this class", STEPS_EACH, f"{name}: {looks}",
+                    "take AdamW, for instance")
+        if looks == "parameter":
+            self.group_by = always_whole(optimizer_class, kwargs, self.group_by)
         check_groups(self.layers)
         names = stray(self.model)
         self.expect(not names, "would miss parameters", "all in Zero3Layers, which take the mean "
@@ -365,8 +378,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### Put masters, moments and gradients where they rest
         """
-        on_device = self.offload.tier == "device"
-        self.device = self.layers[0].device if on_device else torch.device("cpu")
         # Step a parameter of two elements, to see which moments this optimizer keeps.
         two = torch.zeros(2, device=self.device)
         moments: dict[str, None] = {}

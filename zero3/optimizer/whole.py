@@ -54,21 +54,22 @@ pieces of the next round and the values of the previous one travel meanwhile.
 
 **Not covered, and what that costs**: two rounds are in memory at once. Each replica computes all
 steps. Moments of whole parameters rest in memory, also if other states are in files. The assignment
-knows the cost of Newton-Schulz only. If an owner's step fails, others have stepped already. Meshes
-with nodes, and matrices that tensor parallelism has split, are refused.
+knows the cost of Newton-Schulz only. If an owner's step fails, others have stepped already.
+Matrices that tensor parallelism has split are refused.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, zip_longest
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
 
 from zero3.comm.collectives import Communicator, Transfer
 from zero3.comm.order import Sender, node_of
@@ -81,10 +82,10 @@ from zero3.optimizer.states import ShardStates, State
 Maker = Callable[..., torch.optim.Optimizer]
 Options = dict[str, object]
 GroupBy = Callable[[str, nn.Parameter], Options]
-# Tensors, and the rank that each goes to or comes from.
+# Tensors, and the rank that each goes to or comes from, by the number of its shard.
 Messages = list[tuple[int, torch.Tensor]]
-# Classes of torch that step whole parameters.
-_WHOLE = ("Adafactor", "Muon")
+KNOWN_LOOKS = ("element", "parameter")
+STEPS_EACH = "one that steps each parameter by itself, with a dense gradient"
 _CURE = ("give this optimizer the hidden matrices alone, and the rest to another one: "
          "`Zero3Optimizer(model, torch.optim.AdamW, group_by=Matrices(plain))`")
 
@@ -117,7 +118,6 @@ class Owners:
         self.coming: list[Trip] = []
         self.going: list[Trip] = []
         if groups:
-            self._check_ranks()
             self._check_groups(groups)
         owners = assign([whole.cost for whole in self.wholes], self.comm.world_size)
         for whole, owner in zip(self.wholes, owners, strict=True):
@@ -136,20 +136,6 @@ class Owners:
 
     # --------------------------------------------------------------------------------------- build
 
-    def _check_ranks(self) -> None:
-        """
-        #### Refuse nodes and parts of weights
-        """
-        refuse = self.stepper.expect
-        refuse(self.comm.group.size == self.comm.world_size, "cannot step whole parameters",
-               "one group of ranks that share each shard", "a mesh with nodes",
-               "use a mesh of one dimension, or (\"replicate\", \"shard\")")
-        for whole in self.wholes:
-            refuse(part_of(whole.states.layer.module, whole.slot.names[0]) is None,
-                   f"cannot step `{whole.name}` whole", "a matrix that is sharded and not split",
-                   "a part of it, because of tensor parallelism", "leave it out of the group, or "
-                   "train without `tensor_parallel`")
-
     def _check_groups(self, groups: dict[int, Options]) -> None:
         """
         #### Let each class look at its parameters, on all ranks
@@ -164,12 +150,22 @@ class Owners:
                                 "correct `group_by`, or leave this group out")
         for whole in self.wholes:
             options = groups[whole.group_index]
+            self.stepper.expect(
+                part_of(whole.states.layer.module, whole.slot.names[0]) is None,
+                f"cannot step `{whole.name}` whole", "a matrix that is sharded and not split",
+                "a part of it, because of tensor parallelism",
+                "leave it out of the group, or train without `tensor_parallel`")
             try:
                 _optimizer_of(options, [self._stand_in(whole)])
             except (TypeError, ValueError) as error:
                 self.stepper.expect(False, f"cannot step `{whole.name}`", "parameters and options "
                                     f"that {_class_name(options['optimizer'])} takes", f"{error}",
                                     _CURE)
+        for options in groups.values():
+            looks = looks_at(partial(_optimizer_of, options), {}, self.stepper.device)
+            self.stepper.expect(looks in KNOWN_LOOKS, "cannot use this class", STEPS_EACH,
+                                f"{_class_name(options['optimizer'])}: {looks}",
+                                "take Muon, for instance")
 
     def _stand_in(self, whole: Whole) -> nn.Parameter:
         """
@@ -215,26 +211,16 @@ class Owners:
         """
         #### Start to send values and gradients to the owners
         """
-        values: dict[Whole, torch.Tensor] = {}
-        grads: dict[Whole, torch.Tensor] = {}
-        sends: Messages = []
-        receives: Messages = []
+        carried: list[Carried] = []
+        arriving: dict[Whole, list[torch.Tensor]] = {}
         for whole in wholes:
             mine = self._piece(whole)
-            if whole.owner != self.comm.rank:
-                sends += [(whole.owner, part) for part in mine]
-                continue
-            # (numel,) each, device
-            both = [part.new_empty(whole.numel) for part in mine]
-            for target, part in zip(both, mine, strict=True):
-                target[whole.within(whole.owner)] = part
-                receives += [(rank, target[where]) for rank, where in self._of_others(whole)]
-            values[whole], grads[whole] = both
-        nbytes = sum(whole.numel * (whole.states.master_dtype.itemsize
-                                    + whole.states.grad_dtype.itemsize) for whole in wholes)
-        trip = Trip(wholes, self._start(nbytes, sends, receives), values, grads)
-        self.coming.append(trip)
-        self.stepper.listener.record(self.stepper, "collect", nbytes, trip.transfer)
+            if whole.owner == self.comm.rank:
+                # (numel,) each, device
+                arriving[whole] = [part.new_empty(whole.numel) for part in mine]
+            carried += [(whole, part, at_owner) for part, at_owner
+                        in zip_longest(mine, arriving.get(whole, []))]
+        self.coming.append(Trip(self._start("collect", carried), wholes, arriving))
 
     def _piece(self, whole: Whole) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -254,12 +240,12 @@ class Owners:
         #### Step the parameters that have arrived
         """
         trip.transfer.wait()
-        for whole, values in trip.values.items():
-            self._step_one(whole, values, trip.grads[whole], factor)
-        trip.grads.clear()
+        values: dict[Whole, torch.Tensor] = {}
+        for whole, (values[whole], grad) in trip.tensors.items():
+            self._step_one(whole, values[whole], grad, factor)
         self.coming.remove(trip)
         self._land()
-        self._give_back(trip)
+        self._give_back(trip.wholes, values)
 
     def _step_one(self, whole: Whole,
                   values: torch.Tensor,
@@ -294,28 +280,22 @@ class Owners:
         param.grad = None
         param.data = param.new_empty(0)
 
-    def _give_back(self, trip: Trip) -> None:
+    def _give_back(self, wholes: list[Whole], values: dict[Whole, torch.Tensor]) -> None:
         """
         #### Start to send the new values back
+
+        * `values` are those of the parameters that this rank owns
         """
-        values: dict[Whole, torch.Tensor] = {}
-        sends: Messages = []
-        receives: Messages = []
-        for whole in trip.wholes:
-            if whole in trip.values:
-                found = trip.values[whole]
-                values[whole] = found[whole.within(whole.owner)]
-                sends += [(rank, found[where]) for rank, where in self._of_others(whole)]
-                continue
+        pieces: dict[Whole, list[torch.Tensor]] = {}
+        for whole in wholes:
             where = whole.within(self.comm.rank)
             # (the elements of this rank,), device
-            values[whole] = torch.empty(where.stop - where.start, dtype=whole.states.master_dtype,
-                                        device=whole.states.layer.device)
-            receives.append((whole.owner, values[whole]))
-        nbytes = sum(whole.numel * whole.states.master_dtype.itemsize for whole in trip.wholes)
-        back = Trip(trip.wholes, self._start(nbytes, sends, receives), values)
-        self.going.append(back)
-        self.stepper.listener.record(self.stepper, "give back", nbytes, back.transfer)
+            piece = (values[whole][where] if whole in values else torch.empty(
+                where.stop - where.start, dtype=whole.states.master_dtype,
+                device=whole.states.layer.device))
+            pieces[whole] = [piece]
+        carried = [(whole, piece, values.get(whole)) for whole, (piece,) in pieces.items()]
+        self.going.append(Trip(self._start("give back", carried), wholes, pieces))
 
     def _land(self) -> None:
         """
@@ -326,7 +306,7 @@ class Owners:
         while self.going:
             trip = self.going.pop()
             trip.transfer.wait()
-            for whole, piece in trip.values.items():
+            for whole, (piece,) in trip.tensors.items():
                 if not len(piece):
                     continue
                 in_file = whole.states.in_file is not None
@@ -342,44 +322,57 @@ class Owners:
             if rank != whole.owner and where.start < where.stop:
                 yield rank, where
 
-    def _start(self, nbytes: int,
-               sends: Messages,
-               receives: Messages) -> Transfer:
+    def _start(self, event: str, carried: list[Carried]) -> Transfer:
         """
-        #### Start to send tensors to single ranks, and to receive some
+        #### Start to send pieces to the owners, or back
 
-        All ranks call it, and announce `nbytes`. Two ranks list what they exchange in the same
-        order.
+        * `event` is "collect" or "give back"
+
+        All ranks call it. Two ranks list what they exchange in the same order.
         """
         comm = self.comm
+        sharing = comm.sharing
+        there: Messages = []
+        here: Messages = []
+        nbytes = 0
+        for whole, piece, at_owner in carried:
+            nbytes += whole.numel * piece.itemsize
+            if at_owner is None:
+                there.append((whole.owner, piece))
+                continue
+            here += [(rank, at_owner[where]) for rank, where in self._of_others(whole)]
+            mine = at_owner[whole.within(comm.rank)]
+            if event == "collect":
+                mine.copy_(piece)
+            else:
+                piece.copy_(mine)
+        sends, receives = (there, here) if event == "collect" else (here, there)
         # As many bytes, without memory.
         size = torch.empty(1, dtype=torch.uint8).expand(nbytes)
-        transfer = comm.begin([comm.group], [self.stepper], "pieces", [(size, size)])
+        transfer = comm.begin([*comm.sharers], [self.stepper], "pieces", [(size, size)])
         tag = transfer.tag()
-        group = comm.group.process_group
-        sends = [(rank, tensor) for rank, tensor in sends if len(tensor)]
-        receives = [(rank, tensor) for rank, tensor in receives if len(tensor)]
+        # Empty messages are not sent.
+        ops = [(op, sharing.ranks[rank], tensor) for op, messages
+               in ((dist.irecv, receives), (dist.isend, sends))
+               for rank, tensor in messages if len(tensor)]
         if comm.by_messages:
-            for rank, tensor in receives:
+            for op, rank, tensor in ops:
                 with transfer.starting(tensor) as works:
-                    works.append(dist.irecv(tensor, group=group, tag=tag, group_src=rank))
-            for rank, tensor in sends:
-                with transfer.starting(tensor) as works:
-                    works.append(dist.isend(tensor, group=group, tag=tag, group_dst=rank))
-        elif sends or receives:
+                    works.append(op(tensor, rank, group=sharing.process_group, tag=tag))
+        elif ops:
             # NCCL starts all messages of a round together, or two ranks could wait for each other.
-            ops = [dist.P2POp(op, tensor, group=group, tag=tag, group_peer=rank)
-                   for op, messages in ((c10d.irecv, receives), (c10d.isend, sends))
-                   for rank, tensor in messages]
-            with transfer.starting(*(tensor for _, tensor in (*sends, *receives))) as works:
-                works += dist.batch_isend_irecv(ops)
-        transfer.buffers += [tensor for _, tensor in (*sends, *receives)]
+            with transfer.starting(*(tensor for *_, tensor in ops)) as works:
+                works += dist.batch_isend_irecv([
+                    dist.P2POp(op, tensor, rank, sharing.process_group, tag)
+                    for op, rank, tensor in ops])
+        transfer.buffers += [tensor for *_, tensor in ops]
         for rank, tensor in sends:
-            is_far = node_of(comm.group.ranks[rank]) != node_of(comm.global_rank)
+            is_far = node_of(sharing.ranks[rank]) != node_of(comm.global_rank)
             transfer.sent_bytes += tensor.nbytes
             transfer.between_bytes += tensor.nbytes * is_far
             transfer.messages += 1
         transfer.done.record()
+        self.stepper.listener.record(self.stepper, event, nbytes, transfer)
         return transfer
 
     # ---------------------------------------------------------------------------------- bookkeeping
@@ -430,16 +423,14 @@ class Owners:
         if not self.wholes:
             return {}
         kinds = {}
-        for i, state in self.state_dict().items():
+        for i, own in self.state_dict().items():
             # A moment has the shape of its parameter.
-            dtypes = {key: value.dtype for key, value in state.items() if key != "step"
+            dtypes = {key: value.dtype for key, value in own.items() if key != "step"
                       and isinstance(value, torch.Tensor) and value.shape == self.wholes[i].shape}
-            kinds[i] = dtypes, {key: state[key] for key in state if key not in dtypes}
-        every = {i: each for theirs in self.comm.group.gather(kinds) for i, each in theirs.items()}
+            kinds[i] = dtypes, {key: own[key] for key in own if key not in dtypes}
+        every = {i: each for theirs in self.comm.gather(kinds) for i, each in theirs.items()}
         found: dict[nn.Parameter, Spread] = {}
-        sends: Messages = []
-        receives: Messages = []
-        nbytes = 0
+        carried: list[Carried] = []
         for i, (dtypes, others) in sorted(every.items()):
             whole = self.wholes[i]
             span = whole.states.spans[whole.position]
@@ -448,21 +439,13 @@ class Owners:
             moments = {key: torch.zeros(span.stop - span.start, dtype=dtype,
                                         device=whole.states.layer.device)
                        for key, dtype in dtypes.items()}
-            for key, piece in moments.items():
-                nbytes += whole.numel * piece.itemsize
-                piece = piece[: where.stop - where.start]
-                if whole.param is None:
-                    receives.append((whole.owner, piece))
-                    continue
-                values: torch.Tensor = self.state_of(whole)[key]  # type: ignore[assignment]
-                values = values.to(piece.device).reshape(-1)
-                piece.copy_(values[where])
-                sends += [(rank, values[part]) for rank, part in self._of_others(whole)]
+            state: Any = self.state_of(whole)
+            carried += [(whole, piece[: where.stop - where.start],
+                         state[key].to(piece.device).reshape(-1) if state else None)
+                        for key, piece in moments.items()]
             found.update({piece.param: Spread(moments, others) for piece in whole.states.pieces
                           if piece.where == span})
-        transfer = self._start(nbytes, sends, receives)
-        self.stepper.listener.record(self.stepper, "give back", nbytes, transfer)
-        transfer.wait()
+        self._start("give back", carried).wait()
         return found
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
@@ -474,7 +457,8 @@ class Owners:
                 yield from (each for each in state.values() if isinstance(each, torch.Tensor))
         for trip in (*self.coming, *self.going):
             yield from trip.transfer.buffers
-            yield from (*trip.values.values(), *trip.grads.values())
+            for tensors in trip.tensors.values():
+                yield from tensors
 
 
 # ----------------------------------------------------------------------------------------- records
@@ -537,11 +521,10 @@ class Trip:
     ## Parameters on their way to their owners, or back
     """
 
-    wholes: list[Whole]
     transfer: Transfer
-    # On the owner `(numel,)`. On the way back, the new values of this rank's piece.
-    values: dict[Whole, torch.Tensor] = field(default_factory=dict)
-    grads: dict[Whole, torch.Tensor] = field(default_factory=dict)
+    wholes: list[Whole]
+    # On the owner values and gradient, `(numel,)` each. On the way back, this rank's new values.
+    tensors: dict[Whole, list[torch.Tensor]]
 
 
 class Spread(NamedTuple):
@@ -551,6 +534,10 @@ class Spread(NamedTuple):
 
     moments: dict[str, torch.Tensor]  # for each the elements of the rank's piece, `(n,)`
     others: dict[str, object]  # the count of steps, for instance, or a number for each row
+
+
+# A parameter, this rank's piece of something that has its shape, and on the owner all of it.
+Carried = tuple[Whole, torch.Tensor, torch.Tensor | None]
 
 
 class Stepper(Sender, Protocol):
@@ -618,9 +605,57 @@ def always_whole(make: Maker,
     """
     ## `group_by` of an optimizer class that steps all parameters whole
     """
-    if _class_name(make) not in _WHOLE:
-        return group_by
     return lambda name, param: {"optimizer": make, **kwargs, **group_by(name, param)}
+
+
+def looks_at(make: Maker, kwargs: Options, device: torch.device) -> str:
+    """
+    ## What an optimizer class looks at in its step: each "element", each "parameter", or a problem
+
+    Found out by trying. If it steps each element by itself, it does to the rows of a matrix what it
+    does to the matrix. If it steps each parameter by itself, two matrices get the same from one
+    optimizer as from two.
+
+    Raises what the class raises about its options.
+    """
+    make([nn.Parameter(torch.ones(2, 2, device=device))], **kwargs)
+    if "lr" in kwargs:
+        # Zero, for instance, would hide the difference.
+        kwargs = {**kwargs, "lr": 0.1}
+    matrices = torch.arange(1.0, 9.0, dtype=torch.double, device=device).view(2, 2, 2)
+    try:
+        together = _tried(make, kwargs, [[*matrices]])
+        alone = _tried(make, kwargs, [[each] for each in matrices])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if not torch.allclose(together, alone, rtol=1e-3, atol=0):
+        return "another step if it has two parameters"
+    try:
+        rows = _tried(make, kwargs, [[*matrices.view(4, 2)]])
+    except Exception:
+        return "parameter"
+    same = torch.allclose(together, rows, rtol=1e-3, atol=0)
+    return "element" if same else "parameter"
+
+
+def _tried(make: Maker, kwargs: Options, values: list[list[torch.Tensor]]) -> torch.Tensor:
+    """
+    #### By how much three steps change some values, with an optimizer for each list: `(n,)`
+    """
+    params = [[nn.Parameter(value.clone()) for value in each] for each in values]
+    every = [*chain(*params)]
+    device = every[0].device
+    # A class may draw random numbers.
+    with torch.random.fork_rng([device] * (device.type != "cpu"), device_type=device.type):
+        torch.manual_seed(0)
+        optimizers = [make(each, **kwargs) for each in params]
+        for _ in range(3):
+            for param in every:
+                param.grad = param.detach() % 3 - 1
+            for optimizer in optimizers:
+                optimizer.step()
+    return torch.cat([(param.detach() - value).flatten()
+                      for param, value in zip(every, chain(*values), strict=True)])
 
 
 def elementwise(options: list[Options]) -> list[Options]:
