@@ -51,7 +51,7 @@ docs: $(STAMP) ## Build the book, build/site/index.html
 tape: $(STAMP) ## Record a step on two ranks, as tape.json and as a trace for Perfetto, in runs/tape
 	$(BIN)/python -m docs.tape --out runs/tape $(ARGS)
 
-exercise: $(STAMP) ## Check your answer to exercise N, 1 to 9 (ARGS=--solution shows one)
+exercise: $(STAMP) ## Check your answer to exercise N, 1 to 10 (ARGS=--solution shows one)
 	$(BIN)/python -m docs.exercises.check $(N) $(ARGS)
 
 clean: ## Remove the environment and everything that runs left behind

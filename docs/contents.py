@@ -144,6 +144,7 @@ PATH = (
         ("zero3/optimizer/whole.py", "whole matrices for Muon: each has an owner"),
         ("zero3/optimizer/steps.py", "who hears of the steps of all optimizers"),
         ("notebooks/06_optimizer.ipynb", "Why masters, loss scales and norms?"),
+        ("notebooks/14_whole_matrices.ipynb", "Who steps a matrix that two ranks share?"),
         core=2),
 )
 

@@ -236,6 +236,17 @@ MUTATIONS = [
             "clips by the norm of its own element, 3 or 4, the two elements shrink by different "
             "factors. The step is too long, and it has the wrong direction."),
     Mutation(
+        "all-elementwise", "optimizer/whole.py", "looks_at",
+        title="Every optimizer steps shards",
+        old='    return "element" if same else "parameter"\n',
+        new='    return "element"\n',
+        breaks="I1", program="normalised",
+        healthy="length of the step: 1.00",
+        symptom="length of the step: 1.41",
+        why="This optimizer steps each parameter by 1 along its gradient. A shard has half of the "
+            "gradient and a norm of its own, so each half is stepped by 1, and both together by "
+            "$\\sqrt 2$. An optimizer that needs whole parameters is found out by a trial."),
+    Mutation(
         "skip-alone", "optimizer/stage3.py", "Zero3Optimizer._step",
         title="Each rank checks only its own gradients for infinities",
         old="        if not math.isfinite(norm):\n",

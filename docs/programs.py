@@ -346,6 +346,33 @@ def clip() -> None:
     print(f"the step: {first:.2f} and {second:.2f}")
 
 
+class UnitStep(torch.optim.Optimizer):
+    """
+    ## Steps by 1 along the gradient of each parameter
+    """
+
+    def __init__(self, params: Any):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm())
+
+
+def normalised() -> None:
+    """
+    ## A step that divides by the norm of each parameter's gradient
+    """
+    model = chain([nn.Linear(2, 1, bias=False)])
+    optimizer = Zero3Optimizer(model, UnitStep)
+    before = weights(model)
+    optimizer.backward(model(torch.tensor([[3.0, 4.0]])).sum())
+    optimizer.step()
+    print(f"length of the step: {(before - weights(model)).norm():.2f}")
+
+
 def overflow() -> None:
     """
     ## A finite gradient on rank 0, and one on rank 1 that overflows with the loss scale

@@ -160,6 +160,7 @@ _PUBLIC = {
     "Int8": "comm.encodings",
     "Int4": "comm.encodings",
     "Zero3Optimizer": "optimizer.stage3",
+    "Matrices": "optimizer.whole",
     "Zero3Model": "whole_model.wrap",
     "wrap": "whole_model.wrap",
     "compile": "compiler.model",

@@ -1,5 +1,5 @@
 r"""
-# Claims about exercises 1, 2, 7 and 9: functions on their own
+# Claims about exercises 1, 2, 7, 9 and 10: functions on their own
 
 Each exercise has a list of claims. A claim is a statement about the answer, together with the
 invariant that breaks if the statement does not hold.
@@ -334,6 +334,55 @@ def a_rank_without_numbers(case: Case) -> None:
         kth(case, [*nothing[1:], [500, 7, 300]], k, 16)
 
 
+# ----------------------------------------------------------------- 10: who steps which matrix
+
+
+def owners_of(case: Case, costs: list[int], ranks: int) -> list[int]:
+    """
+    ## The answer's owners, if all ranks return the same ones; and each rank's work
+    """
+    mine = case.answer.assign([*costs], ranks)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    words = f"costs {costs[:8]}{' ...' * (len(costs) > 8)} on {ranks} ranks: "
+    expect(all(each == every[0] for each in every), f"{words}the same list on all ranks",
+           "; ".join(f"rank {rank} has {each}" for rank, each in enumerate(every)))
+    good = isinstance(mine, list) and len(mine) == len(costs) and all(
+        isinstance(owner, int) and 0 <= owner < ranks for owner in mine)
+    expect(good, f"{words}{len(costs)} owners from 0 to {ranks - 1}", f"{mine}")
+    return [sum(each for each, owner in zip(costs, mine, strict=True) if owner == rank)
+            for rank in range(ranks)]
+
+
+FEW = [[4, 3, 3, 2], [2, 3, 3, 4], [1, 1, 1, 1, 4], [5, 0, 7, 2, 2, 1], [9], [], [6, 6, 5, 4, 3]]
+
+
+def each_has_an_owner(case: Case) -> None:
+    for costs, ranks in product(FEW, (1, 2, 3, 8)):
+        owners_of(case, costs, ranks)
+
+
+def nobody_is_slow(case: Case) -> None:
+    for costs, ranks in product(FEW, (1, 2, 3)):
+        work = owners_of(case, costs, ranks)
+        best = min((max(sum(cost for cost, owner in zip(costs, owners, strict=True)
+                            if owner == rank) for rank in range(ranks))
+                    for owners in product(range(ranks), repeat=len(costs))), default=0)
+        most = best * (4 * ranks - 1) // (3 * ranks)
+        expect(max(work) <= most, f"costs {costs} on {ranks} ranks: at most {most} for the slowest "
+               f"owner, because {best} is possible", f"{work}")
+
+
+def large_models_are_balanced(case: Case) -> None:
+    # The matrices of GPT-2, with 12 layers, and Newton-Schulz on each.
+    costs = [3 * 768**3, 768**3, 4 * 768**3, 4 * 768**3] * 12
+    for ranks in (2, 8, 16):
+        work = owners_of(case, costs, ranks)
+        most = 115 * sum(costs) // (100 * ranks)
+        expect(max(work) <= most, f"GPT-2 on {ranks} ranks: 1.15 times the mean for the slowest "
+               "owner, or less", f"{max(work) * ranks / sum(costs):.2f} times")
+
+
 EVEN = [{"a": 6, "b": 6}, {"c": 24}]
 ODD = [{"a": 3, "b": 4}, {"c": 5}, {"d": 1}]
 MERGED = [{"a": 3, "b": 4, "c": 5, "d": 1}]
@@ -380,5 +429,10 @@ CLAIMS: dict[int, tuple[Claim, ...]] = {
         Claim("I1", "equal numbers count as often as they are there", finds_equal_ones),
         Claim("I1", "numbers of five digits are found", finds_long_ones),
         Claim("I6", "a rank without numbers takes part", a_rank_without_numbers),
+    ),
+    10: (
+        Claim("I6", "all ranks find the same owner for each matrix", each_has_an_owner),
+        Claim("time", "the slowest owner of a few matrices is as fast as promised", nobody_is_slow),
+        Claim("time", "the matrices of GPT-2 are balanced", large_models_are_balanced),
     ),
 }

@@ -30,6 +30,7 @@ from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.reader import CheckpointReader
 from zero3.comm.collectives import Communicator
 from zero3.compression.thresholds import kth_keys
+from zero3.optimizer import whole
 from zero3.pipeline import schedules
 
 HERE = Path(__file__).parent
@@ -126,6 +127,20 @@ def kth_smallest(numbers: torch.Tensor, k: int, bits: int,
     return found
 
 
+def assign(costs: list[int], ranks: int) -> list[int]:
+    """
+    ## Exercise 10: who steps which matrix
+    """
+    owners = [0] * len(costs)
+    loads = [0] * ranks
+    # The longest first, because a short one fits where little is left.
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        # All ranks find the first of equal ones.
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += costs[i]
+    return owners
+
+
 @dataclass(frozen=True)
 class Exercise:
     """
@@ -170,6 +185,7 @@ EXERCISES = {number: Exercise(*fields) for number, fields in enumerate((
     ("ex8_one_forward_one_backward", None, (one_forward_one_backward,),
      (schedules.one_forward_one_backward,)),
     ("ex9_kth_smallest", None, (kth_smallest,), (kth_keys,)),
+    ("ex10_assign_owners", None, (assign,), (whole.assign,)),
 ), start=1)}
 
 

@@ -13,7 +13,8 @@ which the ring all-reduce of data parallelism is 2 and ZeRO-3 is 3:
 
 $$\text{sent} \Big/ \Psi\frac{N-1}{N}$$
 
-**Run this**: `make bench`; `python -m tests.bench --step` compares a step of `Zero3Optimizer` with
+**Run this**: `make bench`; `make bench ARGS="--peers zero3-muon fsdp2-muon"` trains the hidden
+matrices with Muon; `python -m tests.bench --step` compares a step of `Zero3Optimizer` with
 one of FSDP2's optimizer, `python -m tests.bench --comm` compares `Communicator`'s messages with
 gloo's collectives for the same bytes, `python -m tests.bench --disk DIR` our direct reads and
 writes with those of fio, `python -m tests.bench --save DIR` a checkpoint with plain direct writes
@@ -63,9 +64,12 @@ from zero3.comm.collectives import all_gather_single, reduce_scatter_single
 from zero3.estimate.ledger import Ledger
 from zero3.offload import bench as disk_bench
 from zero3.offload import disk
+from zero3.optimizer.whole import Matrices
 from zero3.train import launch
 
 PEERS = ("zero3", "wrap", "ddp", "fsdp2", "minimal")
+# Muon for the hidden matrices. FSDP2's are DTensors, of which torch's Muon asks whole products.
+MUON_PEERS = ("zero3-muon", "fsdp2-muon", "ddp-muon")
 NODE_PEERS = ("flat", "hybrid", "zero++", "fsdp2", "hsdp")
 STAGE_PEERS = ("zero3", "zero3-each", "zero3-step", "plain", "ddp", "fsdp2", "fsdp2-each")
 COMPILE_PEERS = ("zero3", "wrap", "wrap-bucket", "compile-eager", "compile-units", "compile",
@@ -123,8 +127,8 @@ def options(argv=None):
     add("--rounds", type=int, default=3, help="how often each peer runs")
     add("--ranks", type=int, default=gpus or 2, help="one per GPU, or processes on the CPU")
     add("--peers", nargs="+",
-        choices=dict.fromkeys(PEERS + NODE_PEERS + STAGE_PEERS + COMPILE_PEERS), default=PEERS,
-        help="who takes part")
+        choices=dict.fromkeys(PEERS + MUON_PEERS + NODE_PEERS + STAGE_PEERS + COMPILE_PEERS),
+        default=PEERS, help="who takes part")
     add("--nodes", action="store_true", help="train on nodes with a slow link between them")
     add("--each", type=int, default=2, help="with --nodes: ranks of a node")
     add("--mbit", type=float, default=200, help="with --nodes: Mbit/s of the link")
@@ -166,7 +170,7 @@ def options(argv=None):
     name = "nodes.json" if args.nodes else "pipeline.json" if args.pipeline else name
     name = "compile.json" if args.compile else name
     args.out = getattr(args, "out", Path("runs", name))
-    known = NODE_PEERS if args.nodes else STAGE_PEERS if args.pipeline else PEERS
+    known = NODE_PEERS if args.nodes else STAGE_PEERS if args.pipeline else PEERS + MUON_PEERS
     known = COMPILE_PEERS if args.compile else known
     if strangers := set(args.peers) - set(known):
         parser.error(f"no such peer {'with' if args.nodes else 'without'} --nodes: {strangers}")
@@ -225,6 +229,8 @@ def wrap(peer, layers, device, mesh=None):
     * `mesh` is for "zero3", which also takes `Links`, and "fsdp2"
     """
     layers, whole = [layer.to(device) for layer in layers], nn.Sequential(*layers)
+    peer, _, rule = peer.partition("-")
+    matrices = rule and Matrices(whole, lr=1e-3, adjust_lr_fn="match_rms_adamw")
     if peer == "zero3":
         model = Zero3Sequential([Zero3Layer(layer, mesh=mesh) for layer in layers])
     elif peer == "wrap":
@@ -243,8 +249,32 @@ def wrap(peer, layers, device, mesh=None):
     # With the usual eps of 1e-8 Adam hardly sees how long a gradient is, and a sum in place of a
     # mean would give nearly the same losses.
     if peer in ("zero3", "wrap"):
-        return model, Zero3Optimizer(model, lr=1e-3, eps=1e-3)
+        return model, Zero3Optimizer(model, lr=1e-3, eps=1e-3, group_by=matrices or None)
+    if matrices:
+        return model, Both(whole, matrices)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, fused=True)
+
+
+class Both:
+    """
+    ## torch's Muon for hidden matrices, and its AdamW for the rest
+    """
+
+    def __init__(self, model, matrices):
+        options = {p: matrices(name, p) for name, p in model.named_parameters()}
+        hidden = [p for p, of_muon in options.items() if of_muon]
+        muon = {key: value for key, value in options[hidden[0]].items() if key != "optimizer"}
+        rest = [p for p, of_muon in options.items() if not of_muon]
+        self.all = [torch.optim.Muon(hidden, **muon),
+                    torch.optim.AdamW(rest, lr=1e-3, eps=1e-3, fused=True)]
+
+    def step(self):
+        for each in self.all:
+            each.step()
+
+    def zero_grad(self):
+        for each in self.all:
+            each.zero_grad()
 
 
 def batches(args, device, place=None):

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tests.ranks  # noqa: F401  (has torch imported once, for all ranks)
 from docs.exercises import check as checker
 from docs.exercises.check import CLAIMS
 from docs.exercises.solutions import EXERCISES, ROOT, page
-from tests import ranks  # noqa: F401  (has torch imported once, for all ranks)
 
 # ------------------------------------------------------------------ typical wrong answers, by class
 
@@ -584,6 +584,54 @@ class NothingToCount:
         return kth_digits(numbers, k, bits, total) if len(numbers) else 0
 
 
+def largest_first(costs, ranks, key=lambda cost: -cost, first=0):
+    """The solution, in another order, or beginning with another rank"""
+    owners, loads = [0] * len(costs), [0] * ranks
+    for i in sorted(range(len(costs)), key=lambda i: key(costs[i])):
+        owners[i] = min(range(ranks), key=lambda rank: (loads[rank], (rank - first) % ranks))
+        loads[owners[i]] += costs[i]
+    return owners
+
+
+class InTurn:
+    def assign(costs, ranks):
+        return [i % ranks for i in range(len(costs))]
+
+
+class InTheOrderOfTheModel:
+    def assign(costs, ranks):
+        return largest_first(costs, ranks, key=lambda cost: 0)
+
+
+class ShortestFirst:
+    def assign(costs, ranks):
+        return largest_first(costs, ranks, key=lambda cost: cost)
+
+
+class EachBeginsWithItself:
+    def assign(costs, ranks):
+        return largest_first(costs, ranks, first=dist.get_rank())
+
+
+class SortedCosts:
+    def assign(costs, ranks):
+        return largest_first(sorted(costs, reverse=True), ranks)
+
+
+class CountsMatrices:
+    def assign(costs, ranks):
+        order = sorted(range(len(costs)), key=lambda i: -costs[i])
+        owners = [0] * len(costs)
+        for turn, i in enumerate(order):
+            owners[i] = turn % ranks
+        return owners
+
+
+class WithoutMatricesOfNoCost:
+    def assign(costs, ranks):
+        return largest_first([cost for cost in costs if cost], ranks)
+
+
 WRONG = {
     1: {PadsWithWhatTheMemoryHeld: "I5", PadsByTheRemainder: "I2", PadsWhereNothingIsMissing: "I2",
         LosesTheDataType: "I1", ViewsWhatIsTransposed: "I1"},
@@ -608,6 +656,8 @@ WRONG = {
     9: {SortsItsOwn: "I1", CountsEachValue: "sent", KeepsK: "I1", CountsThoseWithAnotherDigit: "I1",
         LowestDigitFirst: "I1", CountsEqualOnesOnce: "I1", ForgetsHighDigits: "I1",
         NothingToCount: "I6"},
+    10: {InTurn: "time", InTheOrderOfTheModel: "time", ShortestFirst: "time", SortedCosts: "time",
+         EachBeginsWithItself: "I6", CountsMatrices: "time", WithoutMatricesOfNoCost: "I6"},
 }
 
 

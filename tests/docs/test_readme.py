@@ -34,9 +34,10 @@ def program(which, folder):
     them.
     """
     first, *others = BLOCKS
-    if which == "compile":
+    if which in ("compile", "muon"):
         wrapped = program("wrap", folder)
-        (block,) = [block for block in others if "compile(" in block]
+        mark = {"compile": "compile(", "muon": "Matrices("}[which]
+        (block,) = [block for block in others if mark in block]
         (model,) = re.findall(r"^model = wrap.*\n", wrapped, re.MULTILINE)
         (optimizer,) = re.findall(r"^optimizer = .*\n", wrapped, re.MULTILINE)
         return wrapped.replace(optimizer, "").replace(model, block)
@@ -49,7 +50,7 @@ def program(which, folder):
     lines = [line for name in (["layers", "model", "optimizer"] if which == "wrap" else
                                ["model", "optimizer"]) for line in first.splitlines()
              if line.startswith(f"{name} =")]
-    mark = {"first": "save(", "wrap": "wrap(", "nvme": "Offload("}[which]
+    mark = {"first": "save(", "wrap": "class Skips", "nvme": "Offload("}[which]
     (block,) = [block for block in others if mark in block]
     if which == "first":
         return first.replace(END, f"{block}print(extra)\n{END}")
@@ -74,11 +75,11 @@ def as_main(port, file):
     return told.getvalue()
 
 
-@pytest.mark.parametrize("which", ["first", "wrap", "compile", "nvme", "gpu"])
+@pytest.mark.parametrize("which", ["first", "wrap", "muon", "compile", "nvme", "gpu"])
 def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
     """
     Each ends with the shapes of the full parameters, which both ranks print.
-    Proves `Zero3Sequential`, `Zero3Optimizer`, `Offload`, `wrap`, `compile`.
+    Proves `Zero3Sequential`, `Zero3Optimizer`, `Offload`, `wrap`, `compile`, `Matrices`.
     """
     text = program(which, tmp_path)
     if which == "gpu" and torch.cuda.device_count() < 2:
@@ -102,7 +103,7 @@ def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         told = "".join(run(as_main, 2, store.port, tmp_path / "mine.py"))
     assert which != "first" or told.count("{'epoch': 1}") == 2
-    names = dict.fromkeys(("wrap", "compile"), "'blocks.3.0.weight': (64, 64)")
+    names = dict.fromkeys(("wrap", "muon", "compile"), "'blocks.3.0.weight': (64, 64)")
     assert told.count(names.get(which, "'3.0.weight': (64, 64)")) == 2
 
 
