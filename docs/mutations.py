@@ -245,7 +245,7 @@ MUTATIONS = [
         symptom="length of the step: 1.41",
         why="This optimizer steps each parameter by 1 along its gradient. A shard has half of the "
             "gradient and a norm of its own, so each half is stepped by 1, and both together by "
-            "$\\sqrt 2$. An optimizer that needs whole parameters is found out by a trial."),
+            "$\\sqrt 2$. A trial with small matrices shows which optimizers need whole ones."),
     Mutation(
         "skip-alone", "optimizer/stage3.py", "Zero3Optimizer._step",
         title="Each rank checks only its own gradients for infinities",
