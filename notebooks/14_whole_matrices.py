@@ -53,7 +53,8 @@ assert whole[0, 1] < 0 < rows[0, 1]
 # %% [markdown]
 # **Measured**: all signs are positive. A single row has only one direction, so Muon can only change
 # its length. The strengths of both rows together are 2 to 1, as in the gradient. Muon of the matrix
-# brings them to 1.1 and 0.69. A training run on rows would not crash. It would learn something else.
+# brings them to 1.1 and 0.69. A training run on rows would not crash. It would learn something
+# else.
 #
 # ## Owners
 #
@@ -61,11 +62,9 @@ assert whole[0, 1] < 0 < rows[0, 1]
 # gradient, steps the whole matrix with torch's own class, and sends the new values back. The
 # momentum stays with it.
 #
-# The model below has four matrices of 64 by 64, an embedding and a head. [`Matrices`][matrices]
+# The model below has four matrices of 64 by 64, an embedding and a head. `Matrices`
 # gives the four to Muon and the rest to AdamW. **Predict**: which part of Muon's momentum does a
 # rank hold, and by how much do the weights differ from plain PyTorch's after five steps?
-#
-# [matrices]: ../zero3/optimizer/whole.py#a-ready-group-by-hidden-matrices-to-muon-the-rest-to-the-optimizer-s-class
 
 # %% tags=["varies"]
 # %%writefile worker_14.py
@@ -150,15 +149,15 @@ assert max(worst for *_, worst in every) <= (0 if exact else 1e-2)
 # **Measured**: each matrix has one owner, and all ranks hold its momentum together once. That is
 # $\frac{1}{N}$ each, if $N$ divides the number of matrices. The weights have the same bits as in
 # plain PyTorch, which adds the ranks' parts of the batch in the same order. NCCL adds in another
-# order. Then the weights differ a little: Muon computes in bf16, so a last bit of a gradient can move
-# the eighth bit of a step.
+# order. Then the weights differ a little: Muon computes in bf16, so a last bit of a gradient can
+# move the eighth bit of a step.
 #
 # ## What it costs
 #
 # An element of a matrix rests in a shard. If the owner is another rank, it sends a value of 4 bytes
-# and a gradient, here of 4 bytes too, and gets 4 bytes back. **Predict**: how many bytes do all ranks
-# send in a step for these four matrices, and is that more or less than a gather of all gradients to
-# all ranks, 4 bytes to each of the $N - 1$ others?
+# and a gradient, here of 4 bytes too, and gets 4 bytes back. **Predict**: how many bytes do all
+# ranks send in a step for these four matrices, and is that more or less than a gather of all
+# gradients to all ranks, 4 bytes to each of the $N - 1$ others?
 
 # %% tags=["varies"]
 # %%writefile -a worker_14.py
@@ -191,10 +190,10 @@ if N in (1, 2, 4):
 #
 # ## Who waits for whom
 #
-# A step ends when the slowest owner has ended. Newton-Schulz on an $m \times n$ matrix takes time in
-# proportion to $\min(m,n)^2 \max(m,n)$. The longest matrix is assigned first, and each to the rank
-# with the least to do. **Predict**: GPT-2 has 48 matrices. Up to how many ranks is the slowest owner
-# within 15 % of the mean?
+# A step ends when the slowest owner has ended. Newton-Schulz on an $m \times n$ matrix takes time
+# in proportion to $\min(m,n)^2 \max(m,n)$. The longest matrix is assigned first, and each to the
+# rank with the least to do. **Predict**: GPT-2 has 48 matrices. Up to how many ranks is the slowest
+# owner within 15 % of the mean?
 
 # %%
 import matplotlib.pyplot as plt
@@ -246,8 +245,8 @@ assert slowest["GPT-2, 48 matrices"][4] < 1.15 < slowest["GPT-2, 48 matrices"][5
 #
 # ## Exercise
 #
-# A bf16 matrix of 4096 by 4096 on 8 ranks, each with an eighth of it. The master has 4 bytes and the
-# gradient 2. How many bytes do all ranks together send for it in a step?
+# A bf16 matrix of 4096 by 4096 on 8 ranks, each with an eighth of it. The master has 4 bytes and
+# the gradient 2. How many bytes do all ranks together send for it in a step?
 
 # %%
 mine = None  # bytes
@@ -259,6 +258,7 @@ print("not answered yet" if mine is None else "right" if mine == truth else "not
 # <details><summary>Answer</summary>
 #
 # 146,800,640. Seven eighths of $4096^2$ elements belong to other ranks than the owner. For each, 4
-# bytes of master and 2 bytes of gradient go to the owner, and 4 bytes come back. The gathers and the
-# reduce of the same matrix send $3 \cdot 2 \cdot 7 \cdot 4096^2$ bytes, about five times as many.
+# bytes of master and 2 bytes of gradient go to the owner, and 4 bytes come back. The gathers and
+# the reduce of the same matrix send $3 \cdot 2 \cdot 7 \cdot 4096^2$ bytes, about five times as
+# many.
 # </details>
