@@ -87,6 +87,7 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("compression/thresholds.py", "", "second digits", "ranks.thresholds"),
     ("compiler/model.py", "", "<strong>What it gains", "bench.compile"),
     *(("compiler/passes.py", name, "", f"pass.{name}") for name in compiled.CAPTIONS),
+    ("optimizer/whole.py", "", "<strong>Run this", "figure.muon"),
     ("train/compressed.py", "", "is the yardstick", "figure.compressed"),
 )
 # What is timed, in words.
@@ -150,7 +151,7 @@ class Figures:
             "figure.trace": lambda: layouts.trace(self.layouts),
             "figure.1f1b": lambda: lanes.figure(self.lanes, "1f1b"),
             "figure.breadth": lambda: lanes.figure(self.lanes, "breadth-first"),
-            "figure.compressed": compressed_table,
+            "figure.compressed": compressed_table, "figure.muon": muon_table,
             "ranks.links": ranks.links, "ranks.mesh": ranks.mesh, "ranks.tensor": ranks.tensor,
             "ranks.thresholds": ranks.thresholds,
             **{f"pass.{name}": partial(compiled.figure, self.compiled, name)
@@ -417,6 +418,21 @@ def compressed_table() -> str:
                f"{origin(told, told['ranks'])}.")
     table = rungs.html_table(compressed.compared_rows(told))
     return f"<figure>{table}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def muon_table() -> str:
+    """
+    ## The main job with two optimizers, recorded
+
+    `make train` and `make train ARGS="--optimizer muon"` print these figures.
+    """
+    told = json.loads((HERE / "muon.json").read_text())
+    caption = (f"Bits per byte of the main job after {told['steps']} steps from seed "
+               f"{told['seed']}: {origin(told, told['ranks'])}.")
+    rows = [["optimizer", "train", "held out"],
+            *([row["optimizer"], f"{row['train']:.3f}", f"{row['held_out']:.3f}"]
+              for row in told["runs"])]
+    return (f"<figure>{rungs.html_table(rows)}<figcaption>{escape(caption)}</figcaption></figure>")
 
 
 def middle(values: list[float]) -> str:

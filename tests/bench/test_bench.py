@@ -47,6 +47,33 @@ def test_the_benchmark_trains_its_peers_alike_and_ours_sends_less_than_fsdp2(tmp
         assert sent["zero3"] > only["zero3"]["ranks"][0]["ledger_bytes"]
 
 
+def test_muon_sends_what_the_ledger_says_and_less_than_fsdp2s_tensors(tmp_path):
+    """
+    The matrices of FSDP2 are DTensors, whose products communicate. Losses are DDP's with torch's
+    Muon. Where the loopback's count is exact, it is the ledger's, with headers and barriers.
+    Proves I1, I4, `Owners.step`.
+    """
+    out = tmp_path / "muon.json"
+    sizes = "--dim 96 --blocks 2 --heads 2 --seq 32 --batch 2 --warmup 0 --steps 3 --rounds 1"
+    peers = "--peers zero3-muon fsdp2-muon ddp-muon"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench", *sizes.split(), *peers.split(), "--out", str(out)],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(out.read_text())
+    (only,) = results["rounds"]
+    losses = {peer: row["losses"] for peer, row in only.items()}
+    assert losses["zero3-muon"] == pytest.approx(losses["ddp-muon"], abs=1e-4, rel=0)
+    # Products of parts are rounded to bf16 in other places.
+    assert losses["fsdp2-muon"] == pytest.approx(losses["ddp-muon"], abs=1e-2, rel=0)
+    if results["wire_is_exact"]:
+        sent = {peer: row["wire_bytes"] for peer, row in only.items()}
+        ledger = sum(rank["ledger_bytes"] for rank in only["zero3-muon"]["ranks"]) / 2
+        assert ledger < sent["zero3-muon"] < 1.05 * ledger
+        assert sent["zero3-muon"] < sent["fsdp2-muon"]
+
+
 def test_the_benchmark_of_steps_times_ours_and_fsdp2s_on_the_same_model(tmp_path):
     """
     It says nothing of speed here, for the model is tiny. Breaks where a peer cannot step twice.

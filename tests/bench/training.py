@@ -843,8 +843,10 @@ def main():
 
         results |= compile.compare_compiled(args)
     else:
-        rounds = play(args)
-        pairs = [("zero3", other) for other in sorted({*args.peers} - {"zero3"})]
+        of_muon = not {*args.peers} - {*MUON_PEERS}
+        ours, reference = ("zero3-muon", "ddp-muon") if of_muon else ("zero3", "ddp")
+        rounds = play(args, reference=reference)
+        pairs = [(ours, other) for other in sorted({*args.peers} - {ours})]
         results |= {"rounds": rounds, **compare(rounds, args.peers, pairs)}
         print("\n" + table(results["medians"], results["ratios"]))
         if "zero3" in args.peers:

@@ -105,6 +105,7 @@ from zero3.optimizer.whole import (
     STEPS_EACH,
     Owners,
     always_whole,
+    class_name,
     elementwise,
     elementwise_first,
     looks_at,
@@ -243,9 +244,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         the layers would never be stepped, because the optimizer takes only shards.
         """
         looks = looks_at(optimizer_class, kwargs, self.device)
-        name = getattr(optimizer_class, "__name__", optimizer_class)
-        self.expect(looks in KNOWN_LOOKS, "cannot use this class", STEPS_EACH, f"{name}: {looks}",
-                    "take AdamW, for instance")
+        self.expect(looks in KNOWN_LOOKS, "cannot use this class", STEPS_EACH,
+                    f"{class_name(optimizer_class)}: {looks}", "take AdamW, for instance")
         if looks == "parameter":
             self.group_by = always_whole(optimizer_class, kwargs, self.group_by)
         check_groups(self.layers)

@@ -16,7 +16,8 @@ parameter is cut anywhere, here between the rows of a $2 \times 2$ matrix:
 
 So each such parameter gets one *owner* among the ranks that share it. The owner receives the pieces
 of values and gradient, steps the whole tensor with torch's own class, and sends the new values
-back. All other parameters are stepped in their shards:
+back. All other parameters are stepped in their shards. If one class steps the whole model,
+`Zero3Optimizer` tries it on small matrices, and so finds out whether it needs them whole.
 
 ```python
 rule = Matrices(plain, lr=0.02, weight_decay=0.1)  # from the model before it is sharded
@@ -44,8 +45,9 @@ $$\underbrace{(4 + b_g)}_{\text{to the owner}} + \underbrace{4}_{\text{back}} \q
 
 A rank has $\frac{1}{N}$ of a matrix, so with 8 ranks and bf16 it sends 1.09 bytes per element in a
 step, beside 5.25 for gathers and the reduce. With masters on the owners it would be 0.44, but fp32
-weights would be there twice. To gather each gradient on all ranks takes 1.75, and each rank would
-keep all moments.
+weights would be there twice. A reduce straight to the owner would save 0.22, but norms, clipping
+and tiers would have to look for gradients in two places. To gather each gradient on all ranks takes
+1.75, and each rank would keep all moments.
 
 **Rounds.** In a round each owner computes about as much as the most expensive matrix costs. The
 pieces of the next round and the values of the previous one travel meanwhile.
@@ -159,12 +161,12 @@ class Owners:
                 _optimizer_of(options, [self._stand_in(whole)])
             except (TypeError, ValueError) as error:
                 self.stepper.expect(False, f"cannot step `{whole.name}`", "parameters and options "
-                                    f"that {_class_name(options['optimizer'])} takes", f"{error}",
+                                    f"that {class_name(options['optimizer'])} takes", f"{error}",
                                     _CURE)
         for options in groups.values():
             looks = looks_at(partial(_optimizer_of, options), {}, self.stepper.device)
             self.stepper.expect(looks in KNOWN_LOOKS, "cannot use this class", STEPS_EACH,
-                                f"{_class_name(options['optimizer'])}: {looks}",
+                                f"{class_name(options['optimizer'])}: {looks}",
                                 "take Muon, for instance")
 
     def _stand_in(self, whole: Whole) -> nn.Parameter:
@@ -736,7 +738,7 @@ class Matrices:
         """
         ### What it has chosen, a line for each parameter
         """
-        make = _class_name(self.group["optimizer"])
+        make = class_name(self.group["optimizer"])
         return "\n".join(f"{name}: {f'left out, {why}' if why else make}"
                          for name, why in self.reasons.items())
 
@@ -757,5 +759,8 @@ def _is_in(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
-def _class_name(make: object) -> str:
+def class_name(make: object) -> str:
+    """
+    ## The name of an optimizer class, or of something else that makes one
+    """
     return getattr(make, "__name__", str(make))
