@@ -170,9 +170,9 @@ class FlatParameter:
         * `aligned` rounds a number of elements up to the alignment
         """
         self.owner = weakref.ref(owner)
-        self.full = full  # (world_size * shard_numel,), device; no bytes while it is freed
+        self.full = full  # (world_size * shard_numel,), device; no bytes between two steps
         self.storage = storage
-        self.shard = storage.param  # (shard_numel,), what stays in memory
+        self.shard = storage.param  # (shard_numel,)
         # On the CPU the other ranks' gradients arrive here. Normally this is the full parameter's
         # memory, which has been freed by then.
         self.receive_buffer = full
@@ -277,8 +277,8 @@ class FlatParameter:
         """
         ### The name of a parameter that somebody has written to, or an empty string
 
-        The layer checks after forward, and again when its backward is over: right after, the memory
-        with the written values is freed.
+        The layer checks after forward and after backward, right before the memory with the written
+        values is freed.
         """
         found = ""
         # A parameter that is hidden already would report this as a use.

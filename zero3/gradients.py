@@ -10,13 +10,13 @@ all others, 8 bytes each:
 
 $$\lVert g \rVert_p = \Big( \sum_{r=0}^{N-1} \sum_\ell \lVert g_\ell^{(r)} \rVert_p^p \Big)^{1/p}$$
 
-Each element is in exactly one shard and the padding is zero, so nothing is counted twice. All ranks
+Each element is in one shard and counts once; the padding is zero and adds nothing. All ranks
 combine the same numbers in the same order, so they clip by the same bits.
 
 **Run this**: `python -m pytest tests/test_gradients.py -k norm`.
 
-**Not covered, and what that costs**: gradients that rest in CPU memory or in files, and scaled
-ones. `Zero3Optimizer(clip_grad_norm=)` clips these while it steps.
+**Not covered, and what that costs**: gradients that do not rest in their shards, and scaled ones.
+`Zero3Optimizer(clip_grad_norm=)` clips these while it steps.
 """
 
 from typing import Any
@@ -125,9 +125,8 @@ def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     blocks = grad[:whole].view(-1, _BLOCK_NUMEL)
     # An accelerator widens in the kernel, the CPU makes a copy.
     copies = grad.dtype != wide and grad.device.type == "cpu"
-    rows = _WIDENED_BLOCKS if copies else max(len(blocks), 1)
-    parts = blocks.split(rows) if whole else ()
-    norms = [vector_norm(part, norm_type, dim=1, dtype=wide) for part in parts]
+    rows = _WIDENED_BLOCKS if copies else len(blocks)
+    norms = [vector_norm(part, norm_type, dim=1, dtype=wide) for part in blocks.split(rows)]
     if whole < len(grad):
         norms.append(vector_norm(grad[whole:], norm_type, dtype=wide).view(1))
     return vector_norm(torch.cat(norms), norm_type)

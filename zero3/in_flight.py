@@ -1,8 +1,8 @@
 r"""
 # Memory in flight
 
-`InFlight` owns all memory that a message, a thread or a stream may still touch: whoever frees or
-resizes such memory asks it first.
+`InFlight` knows all memory that a message, a thread or a stream may still touch: whoever resizes
+such memory asks it first.
 
 A gather writes into the flat parameter while something else computes. gloo's thread has an address
 and a length, and knows nothing of tensors. If the buffer is freed before the last row has arrived,
@@ -18,7 +18,7 @@ another place, once in many runs. A rank that *sends* from freed memory sends wr
 | the layer is cleaned up | **would free 12 bytes** | 1 . . |
 | rank 2, which is late, sends its 3 | gloo writes 4 bytes at offset 8 | 1 . 3 |
 
-Waiting does not help in the third row, because rank 1 will never send. So there is one rule. Before
+Waiting does not help at the cleanup, because rank 1 will never send. So there is one rule. Before
 a transfer starts, its owner names the memory (`begin`). After a successful wait it says that the
 transfer is done (`end`). In between nobody else frees, resizes or reuses this memory. If the wait
 or the start fails, the memory is kept for good (`lose`):
@@ -52,9 +52,9 @@ frees memory that somebody still refers to.
 
 **Run this**: `python -m pytest tests/test_in_flight.py`.
 
-**Not covered, and what that costs**: on an accelerator only the compute stream waits, and memory is
-reused in the order of that stream; the table in `comm/collectives.py` says who waits for whom. What
-has failed is kept until the process ends, and its model with it.
+**Not covered, and what that costs**: on an accelerator a wait holds up streams and not the host,
+and memory is reused in their order; the table in `comm/collectives.py` says who waits for whom.
+What has failed is kept until the process ends, and its model with it.
 """
 
 import weakref

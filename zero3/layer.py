@@ -4,8 +4,8 @@ r"""
 `Zero3Layer` keeps $\frac{1}{N}$ of a layer on each of $N$ ranks, and holds the whole layer only
 while that layer computes.
 
-This is `minimal.py` grown up: shard, unshard, reshard, forward, backward and reduce have the same
-names, and work for real models. The small file lacks these things:
+This is `minimal.py` grown up: unshard, reshard, forward, backward and reduce have the same names,
+and work for real models. The small file lacks these things:
 
 | what | goes wrong in `minimal.py` | here |
 |---|---|---|
@@ -32,8 +32,8 @@ computation. The paper is [ZeRO: Memory Optimizations Toward Training Trillion P
 Models](https://arxiv.org/abs/1910.02054), sections 5.3 and 7.2.2.
 
 **How to read this.** Read `Zero3Layer` from top to bottom: shard, unshard, reshard, forward,
-backward, reduce. In four methods a call of `_settle_at_end_of_backward` asks autograd to call the
-layer once more when the pass ends; *end of backward* says why. Method names follow [labml.ai's
+backward, reduce. Four methods call `_settle_at_end_of_backward`, so that autograd calls the layer
+once more when the pass ends; *end of backward* says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and headings give the
 standard terms. `flat.py`, `watch.py`, `schedule.py`, `comm/` and `in_flight.py` have a layer's
 parts. `Sharded`, the base class in `sharded.py`, has `flats`, and whatever users call outside the
@@ -223,7 +223,7 @@ class Zero3Layer(Sharded):
             return
         self._settle_at_end_of_backward()
         # If backward reaches the layer a second time, its reduce may still be in flight. On the CPU
-        # that receives into this very buffer, so finish it first.
+        # the reduce receives into this very buffer, so finish it first.
         self.reducer.finish(self)
         self.is_fetched = True
         # Gather into the *same storage* every time. The parameters are views of it, and so are the
@@ -333,11 +333,11 @@ class Zero3Layer(Sharded):
         """
         #### Notice everything that has changed since the last forward
 
-        Freezing parameters, or assigning a new module, does not call the layer.
+        Nobody tells the layer when parameters are frozen, or when a new module is assigned.
         """
         self.guard.before_forward()
         if self.kept_for and not recompute:
-            # Full since a forward whose backward never came. The optimizer may have stepped since.
+            # Full since a forward whose backward has not come. The optimizer may have stepped.
             self._cleanup_params()
         self._follow_requires_grad()
 
@@ -364,7 +364,7 @@ class Zero3Layer(Sharded):
         #### The gradient of a parameter is ready: add it to the flat gradient
 
         In the example of `minimal.py` rank 0 has the gradients 2 4 6. The flat gradient gets 1 2 3:
-        half of them, because there are two ranks.
+        half of each, because there are two ranks.
         """
         flat = self.flats[flat_index]
         slot = flat.slots[slot_index]
@@ -372,7 +372,6 @@ class Zero3Layer(Sharded):
         # Autograd also calls the hook when it finds that there is no gradient.
         if grad is None:
             return
-        # The flat gradient gets a copy, so free the original.
         param.grad = None
         self.guard.before_grad(grad, slot.names[0])
         self._settle_at_end_of_backward()
@@ -386,7 +385,7 @@ class Zero3Layer(Sharded):
         mean = 1 / self.comm.divisor
         flat.collect(slot, grad, mean)
         self.watch.arrived.add(slot.names)
-        # Free the original before a reduce takes memory.
+        # The flat gradient has a copy. Free the original before a reduce takes memory.
         del grad
         self._backward_event()
 

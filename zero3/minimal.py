@@ -66,7 +66,7 @@ class Zero3Layer(nn.Module):
 
     Below, *previous* and *next* are in the order of forward:
 
-    | when | what happens | in memory (each as long as the flat parameter) |
+    | when | what happens | in memory besides the shard (each as long as the flat parameter) |
     |---|---|---|
     | between two steps | | nothing |
     | forward: the previous layer computes | its all-gather runs | parameters, arriving |
@@ -147,9 +147,9 @@ class Zero3Layer(nn.Module):
         ### Unshard (all-gather)
 
         Start the all-gather and return at once, so that communication overlaps the computation of
-        the layer before. If the shard is in a file, it is read first, and the call waits for that.
-        All ranks call it for the same layers in the same order, or they wait for ever. Each sends
-        its shard to the $N-1$ others.
+        another layer. If the shard is in a file, it is read first, and the call waits for that. All
+        ranks call it for the same layers in the same order, or they wait for each other, or mix up
+        layers. Each sends its shard to the $N-1$ others.
         """
         # It may have been prefetched, or kept since forward.
         if self.is_fetched:
@@ -238,8 +238,8 @@ class Zero3Layer(nn.Module):
         """
         #### Note a gradient, and reduce with the last one
 
-        The layer can be freed then. An operation computes the gradient of its input together with
-        that of its parameter, so nothing reads the parameters after the last one.
+        The layer can be freed then. An operation normally computes the gradient of its input
+        together with that of its parameter, so nothing reads the parameters after the last one.
         """
         self.arrived += 1
         if self.arrived == len(self.params):
@@ -253,9 +253,10 @@ class Zero3Layer(nn.Module):
         """
         #### Reduce-scatter the gradients
 
-        Each rank sends every other rank that rank's part of its gradient (all-to-all). Then it adds
-        the parts that it has received. On the CPU gloo's own reduce-scatter would send twice as
-        much. The all-to-all starts here, and overlaps the backward pass of the previous layer.
+        Each rank cuts its gradient into $N$ parts, and sends part $r$ to rank $r$ (all-to-all).
+        Then it adds the parts that it has received. On the CPU gloo's own reduce-scatter would send
+        twice as much. The all-to-all starts here, and overlaps the backward pass of the previous
+        layer.
         """
         # One reduce is in flight at a time. So at most two layers have their whole gradients, and
         # one of them also has a receive buffer.
@@ -279,6 +280,7 @@ class Zero3Layer(nn.Module):
         total, *others = self.received.view(self.world_size, -1)
         for part in others:
             total += part
+        # A copy, because `total` is a view of all that was received.
         total = total.to(self.chunk.device, copy=True)
         self.chunk.grad = total if self.chunk.grad is None else self.chunk.grad + total
         self.received = None
@@ -319,9 +321,9 @@ class MappedShard:
 
     The file is mapped into memory: the shard is a tensor whose elements are in the file, and the
     system reads and writes its pages when they are used. An optimizer steps it like any other
-    tensor. A gather goes through a buffer, and overlaps nothing. If the layer is on a GPU, the
-    buffer is *pinned*, memory that the system does not move: a GPU copies from there by itself, and
-    from other memory only piece by piece.
+    tensor. A gather goes through a buffer, and reading it overlaps nothing. If the layer is on a
+    GPU, the buffer is *pinned*, memory that the system does not move: a GPU copies from there by
+    itself, and from other memory only piece by piece.
     """
 
     def __init__(self, layer: Zero3Layer, path: str):

@@ -46,8 +46,8 @@ class Schedule(Protocol):
         """
         ### The layers that compute after this one, in the direction of the pass
 
-        Backward gathers them while this one computes. In forward `Zero3Sequential.walk` does. In
-        both directions a layer begins to read their shards, if they rest in files.
+        In backward the layer gathers them while it computes; in forward `walk` of the chain does.
+        In both directions a layer begins to read their shards, if they rest in files.
         """
 
     def stays_full(self, layer: Sharded, call: Call) -> bool:

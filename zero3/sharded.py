@@ -4,7 +4,7 @@ r"""
 `Sharded` is everything that a sharded layer offers besides the training step: its full parameters
 and the norm of its gradient. Its subclass `Zero3Layer` adds the training step; read that first.
 
-People use a layer in shards like any other module. The methods here do it for the whole layer. Take
+A sharded layer is used like any other module. The methods here act on the whole layer. Take
 the weights 1, 2, 3 on two ranks, whose shards have the gradients (3, 2) and (4, 0):
 
 | a user | would get | gets |
@@ -106,8 +106,8 @@ class Sharded(Guarded):
         ### This rank's trainable shards
 
         1-D parameters, one per data type, for this rank's optimizer. An elementwise optimizer does
-        to a shard exactly what it would do to the parameters, with one difference: a parameter that
-        was not used has a gradient of zero here, and none in plain PyTorch.
+        to a shard exactly what it would do to the parameters, with one difference: if others in its
+        shard were used, an unused parameter has a gradient of zero here, and none in plain PyTorch.
         """
         return [flat.shard for flat in self.flats if flat.shard.requires_grad and len(flat.shard)]
 
@@ -119,7 +119,7 @@ class Sharded(Guarded):
         All ranks must enter and leave together. Inside, the layer may be read, called and written
         to. With `writeback=True` the values that rank 0 wrote are sharded at the end. If a rank
         raises an exception in the block, nothing is written, and the other ranks raise
-        `RuntimeError`. Without it, values that were written are lost, with a warning. Afterwards
+        `RuntimeError`. Without `writeback` such values are lost, with a warning. Afterwards
         the parameters are freed again: `clone` the values to keep.
         """
         self.reshard()
@@ -220,7 +220,7 @@ class Sharded(Guarded):
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
-        ### Memory that this layer holds besides its parameters and gradients, for a `Ledger`
+        ### Memory that this layer holds besides its shards and their gradients, for a `Ledger`
         """
         for flat in self.flats:
             yield flat.full

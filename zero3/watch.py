@@ -51,8 +51,8 @@ class Call:
     """
     ## One forward call of a layer
 
-    Only the hooks in the graph refer to it, and `Watch.entered` while its backward runs. If the
-    graph is dropped without a backward pass, the call dies with it.
+    Only hooks refer to it, in the graph and on inputs, and `Watch.entered` while its backward runs.
+    If they are dropped without a backward pass, the call dies with them.
     """
 
     versions: tuple[int, ...]  # how often each shard had been written to

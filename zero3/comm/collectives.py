@@ -40,7 +40,7 @@ event:
 | compute, before a layer | the copy and the gather of *this* layer | it reads the parameters |
 | backup, before a reduce | compute, as far as it is queued | backward wrote the gradients there |
 | compute, at the next reduce | the sums of this one | the optimizer reads them |
-| backup, before sums leave the group | compute, as far as it is queued | it has waited for them |
+| backup, before it sends sums on | compute, as far as it is queued | compute has waited for them |
 | the host, at the wait for a gather | the copy from CPU memory | it may write there next |
 | the host, at the next reduce | the copy to CPU memory | it reads the sums there |
 
@@ -220,8 +220,8 @@ class Communicator(Peers):
         * `sums` are `(shard_numel,)` each
 
         There are no other groups here, so nothing is sent. The communicator of `links.py` adds them
-        over replicas, or over nodes. Its totals are neither read nor written until the transfer
-        that it also returns has ended.
+        over replicas, or over nodes. Its totals may be used when the transfer that it also
+        returns has ended.
         """
         return sums, None
 
@@ -716,7 +716,7 @@ class Transfer:
         """
         #### Wait for messages no longer than the group says, and have a stream wait for collectives
 
-        A message of gloo's would otherwise wait as long as its group, in a mesh half an hour.
+        Without a limit a message of gloo's waits as long as its process group, half an hour.
         """
         for work in works:
             if self.comm.by_messages:
