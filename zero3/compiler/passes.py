@@ -120,6 +120,8 @@ def gathered(graph: fx.Graph) -> set[str]:
 def insert(graph: fx.Graph) -> fx.Graph:
     """
     ## Insert the communication
+
+    Each layer is gathered right before its first use, and released after its last one.
     """
     graph = copied(graph)
     _sink_views(graph)

@@ -244,7 +244,8 @@ class Unit(StandIn, Zero3Layer):
         """
         ### The module's class, so that `isinstance` says of a unit what it says of the module
 
-        `isinstance(unit, Unit)` is true as well, because Python asks `type(unit)` first.
+        A model may treat its layers by their classes. `isinstance(unit, Unit)` is true as well,
+        because Python asks `type(unit)` first.
         """
         module = vars(self).get("_modules", {}).get("module")
         return Unit if module is None else type(module)
