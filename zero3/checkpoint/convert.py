@@ -252,8 +252,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             universal(args.folder, args.out, args.format, args.torch_adam, args.step)
     except BrokenPipeError:
-        # `head`, for example, closes the output. Send the rest nowhere, because Python would fail
-        # once more when it flushes it at its exit.
+        # `head`, for example, closes the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (Exception, CheckpointException) as error:
         # Another library can raise anything over a forged file. DCP's `CheckpointException` is not
@@ -299,7 +298,6 @@ def _in_a_line(error: BaseException) -> str:
         error, _ = next(iter(error.failures.values()))
     if isinstance(error, (Broken, OSError)):
         return f"{error}"
-    # The messages of other libraries often need the name of the exception.
     return f"this is another kind of folder, or damaged: {error!r}"
 
 

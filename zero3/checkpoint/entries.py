@@ -26,9 +26,6 @@ $$\text{elements that a rank saves} = \sum_\ell \left\lceil \frac{P_\ell}{N} \ri
 state, such as Adam's number of steps, is the same on all ranks, so it goes into the *manifest*, the
 file that describes the checkpoint.
 
-In a pipeline a rank describes and saves the layers of its own stages, and the manifest is put
-together from all stages.
-
 **Run this**: `python -m pytest tests/checkpoint/test_save_load.py -k tier` saves from one tier and
 loads into another.
 
@@ -318,8 +315,6 @@ class Entries(Named):
     def manifest(self, described: list[Described]) -> Manifest:
         """
         ### Merge the descriptions of all ranks (all-gather; all ranks must call it)
-
-        * `described` is the result of `describe`
         """
         # The ranks at this place describe the same flat parameters, and different pieces of them.
         first, *others = self.stage_comm.gather(described)
@@ -572,12 +567,10 @@ class Entries(Named):
         """
         shard = flat.parameter.shard
         where = where or slice(0, len(shard))
-        # The range in the flat parameter.
         first = self.comm.rank * len(shard) + where.start
         last = self.comm.rank * len(shard) + where.stop
         found: torch.Tensor | None = None
         for slot, param, states in zip(flat.parameter.slots, flat.found, flat.states, strict=True):
-            # The elements of this parameter that are in the range.
             begin = max(slot.offset, first)
             end = min(slot.end, last)
             if begin < end and key in ("param", *states["moments"]):
@@ -594,8 +587,6 @@ class Entries(Named):
     def take(self, checkpoint: CheckpointReader, groups: dict[int, int]) -> None:
         """
         ### Load all values of a checkpoint into the model and the optimizer
-
-        * `groups` is the result of `check`
         """
         for layer in {flat.layer for flat in self.flats}:
             # A layer may still have full parameters, with the old values.
@@ -657,8 +648,6 @@ class Entries(Named):
                     whole: Whole) -> None:
         """
         #### Load the state of a parameter that this rank owns
-
-        Whatever ranks saved it: the owner reads all of it.
         """
         states = flat.states[whole.position]
         read = partial(checkpoint.read, flat.found[whole.position])

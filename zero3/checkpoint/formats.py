@@ -98,7 +98,6 @@ def from_tensors(folder: Path,
     flats = [_flat_entry(name, keys, scalars.get(name, {})) for name, keys in tensors.items()]
     entries = {f"{i}.{key}": (name, key) for i, (name, keys) in enumerate(tensors.items())
                for key in keys}
-    # Each tensor in one dimension.
     like: Like = {f"{i}.{key}": (dtype, (math.prod(shape),))
                   for i, keys in enumerate(tensors.values())
                   for key, (dtype, shape) in keys.items()}
@@ -144,8 +143,6 @@ def _flat_entry(name: str,
 def print_escaped(line: str, file: TextIO | None = None) -> None:
     """
     ## Print a line and escape the characters that do not print
-
-    * `file` is standard output by default
     """
     print(one_line(line), file=file)
 
@@ -336,8 +333,6 @@ def _meta(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 def _dcp_groups(checkpoint: CheckpointReader, trained: list[str]) -> list[dict[str, object]]:
     """
     #### The param groups in DCP's state dict
-
-    * `trained` has the names of the parameters with optimizer states
     """
     optimizer = checkpoint.manifest["optimizer"]
     if optimizer is None:

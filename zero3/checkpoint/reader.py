@@ -90,7 +90,6 @@ def commit_checkpoint(partial: Path, manifest: "Manifest") -> Path:
     ## Turn a folder of files into a checkpoint
 
     * `partial` is the folder; all of its files are on the disk already
-    * `manifest` describes them
 
     Returns the folder under its final name. Raises `OSError`. Keeps I10: a save is there as a whole
     or not at all.
@@ -333,7 +332,6 @@ class Param:
 
     # The number of its flat parameter.
     flat: int
-    # From the manifest: names, shape, offset in the flat parameter, param group.
     entry: ParamEntry
     # If ranks split it, all of its parts. Its names are those of the first one.
     parts: list["Param"] = field(default_factory=list)
@@ -558,8 +556,6 @@ def merge_parts(params: list[Param]) -> list[Param]:
 def _errors_name(part: str) -> Iterator[None]:
     """
     #### Turn errors of reading into `Broken`, with the name of the part that cannot be read
-
-    None of the many errors that a forged or damaged file can raise says which parameter was read.
     """
     try:
         yield

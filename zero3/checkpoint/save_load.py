@@ -166,8 +166,6 @@ def _all_here(done: str,
 def _all_or_none(entries: Entries, what: str, expected: str, cure: str) -> Iterator[None]:
     """
     #### Leave the block on all ranks, or raise an error on all if one of them has raised any
-
-    All ranks must enter it.
     """
     problem = ""
     try:
@@ -177,7 +175,6 @@ def _all_or_none(entries: Entries, what: str, expected: str, cure: str) -> Itera
     try:
         entries.comm.agree(entries, what, expected, problem, cure)
     except RuntimeError as error:
-        # It tells the first error, too.
         raise error from None
 
 
@@ -285,7 +282,6 @@ class Saving:
                       for values in self.entries.tensors(listed[now:])]
         except Exception as error:
             problem = _told(error)
-        # The thread ends after this one task.
         worker = ThreadPoolExecutor(1, "zero3-checkpoint")
         self.written = worker.submit(self._write, copies, problem)
         worker.shutdown(wait=False)
@@ -293,8 +289,6 @@ class Saving:
     def _write(self, copies: list[torch.Tensor], problem: str) -> tuple[str, FileEntry | None]:
         """
         #### Write the copies, and force the file to disk (in a thread)
-
-        Returns the problem, if there is one, and the file's entry in the manifest.
         """
         if self.writer is None:
             return problem, None
@@ -428,7 +422,6 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         # `CheckpointReader` has the better error message.
         path = newest(path) or path
     path = comm.gather(path)[0]
-    # First read and check everything.
     with _all_or_none(entries, f"in {path} cannot be loaded", "an intact checkpoint of this model "
                       "and optimizer", "pass the folder of another one; `python -m "
                       "zero3.checkpoint verify` tells which ones are intact"):
@@ -438,7 +431,6 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         extra = decode(checkpoint.manifest["extra"])
         states = _random_states_of(checkpoint, entries)
         _check_random_states(states, entries.device)
-    # Then read it again, into the model.
     with _all_or_none(entries, f"in {path} was whole, and then was not", "files that nobody writes "
                       "to during a load", "load it again, or another one: until then the model has "
                       "old and new values"):
@@ -482,8 +474,6 @@ def _random_states(device: torch.device) -> dict[str, object]:
 def _random_states_of(checkpoint: CheckpointReader, entries: Entries) -> dict[str, object]:
     """
     #### This rank's random number states from a checkpoint
-
-    On another number of ranks this is a new seed for each rank.
     """
     comm = entries.comm
     same = (checkpoint.places, checkpoint.world_size) == (comm.stages.size, comm.world_size)
@@ -492,7 +482,6 @@ def _random_states_of(checkpoint: CheckpointReader, entries: Entries) -> dict[st
     own = found.get(_random_key(comm.replicas.rank))
     if own and same:
         return decode(json.loads(own))
-    # The seed follows from saved states and this rank's number.
     streams = found.get(_random_key(0))
     number = comm.ranks.index(comm.global_rank)
     return {"seed": zlib.crc32(f"{number} {streams}".encode())} if streams else {}

@@ -39,7 +39,6 @@ class TensorFile:
     """
 
     path: Path
-    # The rank that wrote the file.
     rank: int
     # The last few blocks of all files of the checkpoint, by rank and number of the block.
     recent: dict[tuple[int, int], bytes]
@@ -120,7 +119,6 @@ class TensorFile:
                              f"{i * BLOCK_BYTES:,} to {i * BLOCK_BYTES + len(block):,} do not "
                              "match their checksum")
             if len(self.recent) == _KEPT_BLOCKS:
-                # Forget the oldest block.
                 self.recent.pop(next(iter(self.recent)))
             self.recent[key] = block
         return self.recent[key]

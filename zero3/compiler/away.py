@@ -75,8 +75,6 @@ from zero3.optimizer.states import ShardStates
 class StatesAway:
     """
     ## The optimizer states of a layer, which may be away
-
-    Each unit of a compiled model has one.
     """
 
     def __init__(self, layer: Zero3Layer):
@@ -90,8 +88,6 @@ class StatesAway:
     def offload(self) -> None:
         """
         ### Start to copy the states to CPU memory
-
-        They stay on the device until `vacate`.
         """
         # They may still be away, because backward never came.
         self.back()
@@ -104,8 +100,6 @@ class StatesAway:
     def vacate(self) -> None:
         """
         ### Free the memory of the states on the device, once they are copied
-
-        The compute stream waits for the copy, because it is the next one to use this memory.
         """
         if self.phase != "offload":
             return
@@ -118,8 +112,6 @@ class StatesAway:
     def reload(self) -> None:
         """
         ### Start to copy the states back to the device
-
-        Nothing happens if they have not left it.
         """
         if self.phase != "vacate":
             return
@@ -161,8 +153,6 @@ class StatesAway:
     def _find_parts(self) -> "list[Part]":
         """
         #### The states that can leave, each with its place in CPU memory
-
-        That memory is taken once: to get more later, the host would have to wait for the device.
         """
         optimizer = optimizer_on_device(self.layer)
         if optimizer is None:

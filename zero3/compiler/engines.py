@@ -81,7 +81,7 @@ class Inductor(Eager):
     """
     ## Compile what stands between two communications
 
-    Each region takes tensors and returns tensors. The graph around it stays as the passes made it.
+    The graph around it stays as the passes made it.
     """
 
     name = "inductor"
@@ -187,9 +187,7 @@ def regions_of(graph: fx.Graph) -> list[list[fx.Node]]:
     ## The runs of operations that no communication has to interrupt
 
     A `wait` ends a region, because what comes after it needs the parameters. The other operations
-    can stand behind the region. So a `reduce` starts a little later than it could: the next layer
-    begins with a `wait`, and few operations are left before that. For a residual connection it is
-    one addition, which would otherwise be a region of its own.
+    can stand behind the region.
     """
     regions: list[list[fx.Node]] = [[]]
     for node in graph.nodes:

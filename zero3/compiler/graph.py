@@ -18,9 +18,8 @@ two each. This is its forward pass, with the number of full weights during each 
 | `y = mm(h, v)` | 4 |
 | `release(b)` | 4 |
 
-A pass of `passes.py` is a function from such a graph to another one. One of them moves `gather(b)`
-to the top, so that the all-gather of b overlaps the product of a. Then eight weights are full at
-once. The passes count them before anything runs:
+A pass of `passes.py` moves `gather(b)` to the top, so that the all-gather of b overlaps the product
+of a. Then eight weights are full at once. The passes count them before anything runs:
 
 $$\text{full}(t) \;=\; \sum_{\ell \,:\, \text{gather}(\ell) \,\le\, t \,\le\, \text{release}(\ell)}
 P_\ell \;\le\; \text{limit} \qquad \text{for each operation } t$$
@@ -180,8 +179,6 @@ def vacate(layer: Reference) -> None:
 def reload(layer: Reference) -> None:
     """
     ## Start to copy the optimizer states of a layer back to the device, and return at once
-
-    The optimizer waits for the copy when it steps the layer.
     """
     layer().away.reload()
 
@@ -214,8 +211,6 @@ def find(graph: fx.Graph, *kinds: Any) -> list[fx.Node]:
 def copied(graph: fx.Graph) -> fx.Graph:
     """
     ## A copy of a graph, so that a pass can change it and leave its argument alone
-
-    Its owner has the constants that were traced.
     """
     new = fx.Graph(graph.owning_module)
     copies: dict[fx.Node, fx.Node] = {}

@@ -32,19 +32,18 @@ has 16,640 bytes, so 63 of them fit into 1 MiB:
 | collectives in a step | 297 | 4 |
 | elements that a rank sends | 617,760 | 416,000 |
 
-Alone means `bucket_bytes=0`, and two layers full at once, as for hooks: 100 gathers in forward, 97
-in backward, which finds three layers full, and 100 reduces. Together there is room for all of them,
-so backward gathers nothing again. The price: such layers cannot be frozen one by one after
-`compile`, and the parameters of one of them are not in its `parameters()`.
+Alone means `bucket_bytes=0`: 100 gathers in forward, 97 in backward, which finds three layers full,
+and 100 reduces. Together there is room for all of them, so backward gathers nothing again. The
+price: such layers cannot be frozen one by one after `compile`, and the parameters of one of them
+are not in its `parameters()`.
 
 **Graph breaks.** Dynamo cannot trace everything, for instance a branch that depends on a value.
 Then Python runs that line, and the next line begins another graph. Each graph frees what it has
-gathered. A layer that Dynamo cannot trace at all runs with its hooks;
-`report()` says which one, and why.
+gathered. A layer that Dynamo cannot trace at all runs with its hooks; `report()` says which one,
+and why.
 
-**What it gains.** On a CPU, matrix products take nearly all of a step, and Inductor calls the same
-ones as PyTorch. So large layers gain little time. Small layers gain time, because a graph runs with
-less Python than hooks.
+**What it gains.** Large layers gain little time on a CPU, because Inductor calls the same matrix
+products as PyTorch. Small layers gain time, because a graph runs with less Python than hooks.
 
 **Run this**: `python -m zero3.compiler` prints the graphs of a small model; `make bench
 ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with `torch.compile`.
@@ -385,7 +384,6 @@ class CompiledModel(Zero3Model):
         """
         ### Make the units, and choose how to compile them
 
-        * `args` are from `wrap`, and the other arguments are those of `compile`
         * `is_chain` says that each module of a chain is a layer
         """
         self.is_chain = is_chain
@@ -464,7 +462,6 @@ class CompiledModel(Zero3Model):
         layers = self.engine.layers
         places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0]))
                   for name, unit in layers.items() for i, slot in enumerate(unit.slots())}
-        # The compiler keeps its backend when the model is gone.
         backend = partial(graphs_of, places, WeakMethod(self._lower), self.engine)
         self.run = torch.compile(self.module.__call__, backend=backend)
 
@@ -535,8 +532,6 @@ class CompiledModel(Zero3Model):
     def communication(self, graphs: Graphs) -> list["Sent"]:
         """
         ### What a rank sends in a step with these graphs, in order
-
-        A `Ledger` measures the same.
         """
         others = self.comm.world_size - 1
         nodes = find(graphs.forward, gather)

@@ -196,8 +196,6 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
     """
     ## Keep layers whole from forward to backward, as far as the limit admits
 
-    * `numel` are the elements of each full layer, and `limit` is how many may be full at once
-
     Also returns the layers that are kept. It begins with those that backward gathers first, because
     these are kept for the shortest time.
     """
@@ -226,8 +224,6 @@ def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int
            kept: list[str]) -> fx.Graph:
     """
     ## Merge the communication of small neighbours
-
-    * `bucket_numel` is how many elements may share a collective
 
     A gather joins the one before it, as far as the limit admits, because the packed buffer takes
     memory. A reduce waits for the one after it.
@@ -349,7 +345,5 @@ def offload_states(forward: fx.Graph, backward: fx.Graph, layers: list[str]
 def _ends_of_layers(graph: fx.Graph) -> list[fx.Node]:
     """
     #### Where a layer has computed: at the next `wait`, and at the last operation
-
-    Regions end there anyway, so Inductor compiles the same ones.
     """
     return [*find(graph, wait)[1:], graph.output_node()]

@@ -96,8 +96,6 @@ class Graphs:
     def line(self, numel: dict[str, int]) -> str:
         """
         ### A line about these graphs
-
-        * `numel` is what each layer has in full
         """
         parts = [f"graph {self.number}"]
         for name, graph, kept in (("forward", self.forward, []),
@@ -253,8 +251,6 @@ def refuse_writes(inputs: Sequence[Any], places: Sequence[Place | None]) -> None
 def _parameter(graph: fx.Graph, place: Place, node: fx.Node) -> fx.Node:
     """
     #### An operation that stands for a parameter
-
-    * `node` is the input that the parameter has been until now
     """
     name = place.name.replace(".", "_")
     value = graph.create_node("call_function", parameter, (place.layer, place.place), name=name)

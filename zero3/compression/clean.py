@@ -98,7 +98,6 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     layers = {name: module for name, module in modules.items() if _methods(module)}
     expect(bool(layers), "clean", "a model with compressed weights", "none, or a model that is "
            "clean already", "call `compress` with the rules that it was trained with")
-    # Look at all weights before one changes.
     plans = {name: Plan(module) for name, module in layers.items()}
     cuts = _cuts(modules)
     for plan in plans.values():
@@ -205,8 +204,6 @@ class Plan:
                 count: int) -> torch.Tensor:
         """
         #### Which groups of neighbours are left, `(count,)`
-
-        A group has one scale.
         """
         groups = columns.repeat_interleave(self.column_numel).view(count, -1)
         expect(torch.equal(groups.all(dim=1), groups.any(dim=1)), f"clean: `{name}`",
@@ -248,7 +245,6 @@ def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
     """
     cuts: dict[str, Cut] = {}
     for name, module in modules.items():
-        # The rules that remove rows or columns of this weight.
         removed_by = [method for method in _methods(module)
                       if isinstance(method, PrunedParts) and method.rule.follows and method.count]
         for method in removed_by:
@@ -455,7 +451,6 @@ def measure(model: nn.Module,
     ## Measure a plain model
 
     * `example` is an input for torch's own `FlopCounterMode`
-    * `loss` is the held-out loss
     """
     with FlopCounterMode(display=False) as counter:
         model(example)

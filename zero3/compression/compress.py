@@ -14,7 +14,7 @@ matches names of either kind. The rules of a pattern apply to every layer with a
 matches.
 
 **After each step** of an optimizer that trains parameters of the model, the schedule advances by
-one. If several optimizers train it, the schedule follows the one with the most steps.
+one.
 
 | | on each rank | between ranks |
 |---|---|---|
@@ -27,9 +27,6 @@ Take the weights 0.1, −0.7 on rank 0 and 0.4, −0.2 on rank 1, with the spars
 ranks learn that the threshold is the key of −0.2, and make the same mask of the gathered weights:
 
 $$0.1,\; -0.7,\; 0.4,\; -0.2 \quad\to\quad 0,\; -0.7,\; 0.4,\; 0$$
-
-**Fewer bytes between ranks.** With `Zero3Layer(layer, mesh=Links(weights=Int8()))` an all-gather
-sends 1.03 bytes for an element in place of 4.
 
 **At rest** there are no masks, only 16 bytes for each rule and weight on each rank.
 
@@ -130,7 +127,7 @@ def named_modules(model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module
     """
     ## The modules of a plain model or of a list of plain layers, by their names
 
-    The name of the model itself is empty. Raises `ValueError` if the model is sharded.
+    Raises `ValueError` if the model is sharded.
     """
     whole = model if isinstance(model, nn.Module) else nn.Sequential(*model)
     found = dict(whole.named_modules())
@@ -155,8 +152,6 @@ def _params(model: nn.Module) -> Iterator[nn.Parameter]:
 class Compression:
     """
     ## The record of a call of `compress`
-
-    The compressed layers share it.
     """
 
     def __init__(self, model: nn.Module, methods: list[Method],

@@ -158,8 +158,6 @@ def _layers(model: Chain) -> list[nn.Module]:
 def _copy(layer: nn.Module, teacher: nn.Module) -> None:
     """
     #### Copy the weights and buffers of a teacher's layer into one of the student's
-
-    Gathers both layers, and scatters the student's.
     """
     with _whole(teacher) as theirs, _whole(layer, writeback=True) as mine:
         wanted = {name.replace("parametrizations.", "").removesuffix(".original"): p

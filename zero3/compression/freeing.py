@@ -86,8 +86,6 @@ class Compressed(nn.Sequential):
 def before_forward(module: Any, args: object) -> None:
     """
     ## A module is about to compute
-
-    It frees only the weights that it makes from now on.
     """
     module.parametrizations.weight[0].made = []
 

@@ -73,7 +73,6 @@ class Stored(nn.Module):
         """
         ### Prepare for a weight
 
-        * `about` is what the file says of it
         * `mask` is `(numel / 8,)` uint8, `scales` `(rows, 1)` fp32, and `zeros` `(rows, 1)` uint8
         """
         super().__init__()
@@ -134,7 +133,6 @@ def store(weight: torch.Tensor, kept: torch.Tensor | None, grid: Grid | None
     if grid is not None:
         stored.scales = grid.scales.float().view(-1, 1)
         if grid.bits > 1 and grid.least == 0:
-            # Not symmetric.
             stored.zeros = grid.zeros.to(torch.uint8).view(-1, 1)
         codes = grid.codes(weight.reshape(len(stored.scales), -1)).view(-1)
     if kept is not None:

@@ -44,7 +44,6 @@ from zero3.compression.weights import PrunedElements
 from zero3.guards.freed import FreedParameter
 from zero3.guards.moments import Guarded
 
-# The bits of a digit.
 DIGIT = 8
 # Adds up counts over all ranks.
 Total = Callable[[torch.Tensor], torch.Tensor]
@@ -126,7 +125,6 @@ def _keys_in_shards(layer: Guarded, by_param: dict[int, PrunedElements]
         begin = layer.comm.rank * len(flat.shard)
         shard = flat.storage.load()
         for slot in slots:
-            # The part of this weight that is in this rank's shard.
             first = min(max(begin, slot.offset), slot.end)
             last = max(min(begin + len(shard), slot.end), first)
             values = shard[first - begin : last - begin].to(layer.device)

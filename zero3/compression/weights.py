@@ -49,7 +49,6 @@ from zero3.guards.options import expect
 
 # A module with a `weight`, which torch declares for each of its classes alone.
 Weighted = Any
-# The integers with as many bits as a floating number.
 _INTEGERS = {
     torch.float32: torch.int32,
     torch.bfloat16: torch.int16,

@@ -34,8 +34,6 @@ NUMBERS: dict[str, tuple[Callable[[str], float], float | None, float, str]] = {
 def main(argv: list[str] | None = None) -> None:
     """
     ## The command line
-
-    * `argv` are the arguments, by default those of the process
     """
     parser = Parser(
         prog="python -m zero3.estimate",

@@ -4,9 +4,6 @@ r"""
 `stages` computes ZeRO's Table 1, `sent_elements` the communication of a step, `places` the bytes
 that a model needs in each tier, and `efficiency` ZeRO-Infinity's equation 6.
 
-Does the model fit? How much data moves in a step? Does the transfer slow training down? All three
-can be answered before anything runs.
-
 **An example.** A model with 8 billion parameters needs 16 bytes for each of them, 128 GB on one GPU
 with 80 GB. With the optimizer states in CPU memory, 14 of the 16 bytes leave the GPU: it keeps 16
 GB of parameters, and 1.5 GB for layers that are whole and their gradients. A step then moves 32 GB
@@ -157,8 +154,7 @@ def stage_parts(params: float,
     ## `stages` in parts: the bytes of a rank by `KINDS`, for stages 0 to 3
 
     Working buffers are not in Table 1. Stage 2 holds the full gradient of one layer until it is
-    reduced. Stage 3 also holds two whole layers. For 8 billion parameters in 32 layers of 0.5 GB on
-    64 ranks, that is 2 GB of model states and 1.5 GB of working buffers.
+    reduced. Stage 3 also holds two whole layers.
 
     * `layers` are taken to have the same size
     """
@@ -297,7 +293,6 @@ def _tier_moves(params_in: str,
         # Gradients go to the CPU. Parameters come back, unless they rest there.
         moves["cpu"] += (2 if params_in == "device" else 1) * p * shard
     if params_in != "device":
-        # Forward and backward read parameters.
         moves[params_in] += 2 * p * shard
     if states_in == "nvme":
         # Master, moments and gradient are each written and read.

@@ -214,8 +214,6 @@ def _held_by_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tenso
 def disk_bytes(*holders: Any) -> int:
     """
     ## Bytes of the files that modules and optimizers use
-
-    `held_bytes` does not count them.
     """
     offloads: set[Any] = set()
     for holder in holders:

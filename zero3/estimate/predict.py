@@ -171,8 +171,6 @@ def memory_table(optimizer: Zero3Optimizer, micro_batches: int = 1) -> str:
     """
     ## The bytes that this rank will hold, a line for each kind, before it holds them
 
-    * `micro_batches` are in a step
-
     Raises `RuntimeError` as `predict_optimizer` does.
     """
     states = optimizer.shard_states
@@ -231,7 +229,6 @@ def predict(
     states_in = states_in or Offload()
     expect(params_in.frozen is None, "cannot predict", "frozen shards that rest as they are",
            f"{params_in.frozen}", "measure with `Ledger`")
-    # Of an element that the optimizer steps.
     least_bytes = 4 if stage3 else 1
     chain = [[_Shard(part, part.shard_numel(world_size), reduce_bytes or part.element_bytes,
                      max(least_bytes, part.element_bytes))
@@ -252,7 +249,6 @@ def predict(
         # The squared norm of each shard's gradient, in fp64.
         step.send(8 * len(trained), 1)
 
-    # What rests between steps is a sum over the shards.
     in_memory = [s for s in trained if not s.state_file_bytes]
     found = Prediction(
         param_bytes=sum(s.row_bytes for s in shards if not s.in_file),

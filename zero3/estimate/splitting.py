@@ -170,8 +170,6 @@ def splittings(params: float,
 def show_tensor(args: argparse.Namespace) -> None:
     """
     ## Print what each tensor size costs
-
-    * `args` are those of the command line
     """
     found = splittings(args.params, args.ranks, args.tensor, args.width, args.layers, args.tokens)
     print(f"{args.params:,.0f} parameters in {args.layers} layers of width {args.width:,}, on "

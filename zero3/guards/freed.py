@@ -83,8 +83,6 @@ class FreedParameter(nn.Parameter):
               is_shard: bool = False) -> type[FreedParameter]:
         """
         ### The subclass for one parameter
-
-        * `cure` is the advice of the error
         """
         known = {"owner": weakref.ref(owner), "name": name, "cure": cure, "is_shard": is_shard}
         return type("FreedParameter", (cls,), known)

@@ -78,8 +78,6 @@ class Guarded(nn.Module, Named):
     def lenders(self) -> Iterator[Guarded]:
         """
         ### The layers whose parameters the module can read while it computes
-
-        A unit may read those of other units.
         """
         yield self
 
@@ -259,8 +257,6 @@ def is_sharded(module: nn.Module) -> TypeGuard[Guarded]:
 def own_modules(module: nn.Module | None, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """
     ## A module and the modules inside, down to the next sharded layer, with their names
-
-    A module that is registered under several names comes once under each.
     """
     if module is None or is_sharded(module):
         return

@@ -73,8 +73,7 @@ def compare_params(comm: Sharers, who: str, params: Params) -> int:
     """
     ## Make sure that all ranks shard the same parameters in the same order
 
-    `Links` say how the parameters travel between ranks. Returns the number that the first rank has
-    drawn.
+    Returns the number that the first rank has drawn.
     """
     told = {f"parameter {i}": (names, tuple(p.shape), p.dtype, p.requires_grad)
             for i, (p, names) in enumerate(params.items())}

@@ -150,7 +150,6 @@ def mark(grad: torch.Tensor,
     """
     ## The same gradient, marked as a part of the whole
 
-    * `flat` is the flat parameter that it belongs to
     * `used` names the parameters that it has something of; `None` for all
     * `names` are those that have been added to it
     """
@@ -179,8 +178,6 @@ def elsewhere(flat: Any) -> GradientElsewhere:
 def grad_of(shard: nn.Parameter) -> Any:
     """
     ## The gradient of a shard, even if the shard rests in a file
-
-    The class of such a shard, `FreedParameter`, looks at every access.
     """
     with torch._C.DisableTorchFunction():
         return shard.grad

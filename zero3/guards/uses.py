@@ -48,8 +48,6 @@ class LayerGuard(Contents):
     def after_forward(self, outputs: list[torch.Tensor]) -> None:
         """
         ### Refuse an output that is a view of a parameter, because its memory is about to be freed
-
-        A module may return `self.weight[0]`, for instance.
         """
         self.after_backward()
         # The address of a layer that is freed already is 0, as that of a view of it.

@@ -97,7 +97,6 @@ class _Chunked(torch.autograd.Function):
             logits = F.linear(hidden[part], weight, bias).to(wide)  # (rows, tokens)
             counts = (targets[part] != ignore_index)[:, None]  # (rows, 1)
             target = targets[part, None].where(counts, 0) - first
-            # Whether this rank has the target's logit.
             is_here = (target >= 0) & (target < len(weight))
             target = target.where(is_here, 0)
             total, of_target = _over_ranks(split, logits.logsumexp(1, keepdim=True),

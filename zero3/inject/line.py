@@ -46,7 +46,6 @@ from zero3.guards.options import expect, same
 from zero3.optimizer.steps import before_steps
 from zero3.sharded import ShardedModel
 
-# What happens to an activation, or to its gradient.
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -65,7 +64,6 @@ class Line:
         """
         self.group = replace(group, same_layers=True)
         self.sequence = sequence
-        # A `Ledger` asks for the rank here.
         self.comm = self.group
         # The sharded model, once there is one: `connect` sets it.
         self.model: ShardedModel | None = None
@@ -228,8 +226,6 @@ class Line:
     def twin(self, param: nn.Parameter, make: Operation) -> nn.Parameter:
         """
         ### The parameter that replaces another one; the same one wherever it is tied
-
-        * `make` makes the values of the new one from those of the old one
         """
         if param not in self.twins:
             self.twins[param] = nn.Parameter(make(param.detach()), param.requires_grad)
@@ -286,7 +282,6 @@ def _compare_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, *_: o
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if parts.isdisjoint(stepped):
         return
-    # Of no gradient, the norm is zero.
     zero = torch.zeros((), dtype=torch.double, device=next(model.parameters()).device)
     norms = [p.grad.norm(dtype=torch.double)
              for p in model.parameters()

@@ -38,7 +38,6 @@ NORMS = tuple(f"{MODELS}.{module}.modeling_{module}.{name}RMSNorm" for module, n
     ("qwen3", "Qwen3"), ("phi3", "Phi3")))
 _LIKE_LLAMA = (("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"))
 _QKV = ("query", "key", "value")
-# The linear layers of each class, by the pattern that they are in.
 PATTERNS: Mapping[str | type, Pattern] = {
     # `query` is a module with a `linear`, or in Primer EZ a list of this module and a convolution.
     f"{LABML}.mha.MultiHeadAttention": Pattern(

@@ -24,8 +24,6 @@ $$\underbrace{T V}_{\text{at once}} \qquad \underbrace{C V}_{\text{in chunks}}$$
 
 elements.
 
-`tensor_parallel` splits layers over ranks. `tensor.py` explains it.
-
 **Run this**: `python -m tests.bench.inject` measures time and memory, plain and injected.
 
 **Not covered, and what that costs**: `attention` leaves Hugging Face's models alone, because they
@@ -122,8 +120,7 @@ def rms_norm(*more: type) -> Policy:
     ## The root mean square norm in one operation
 
     For Llama's norm and its copies, and the classes `more` with its forward and its attributes
-    `weight` and `variance_epsilon`. Within 1e-6 of the written-out one in fp32. That one computes
-    fp64 in fp32; this does not.
+    `weight` and `variance_epsilon`. Within 1e-6 of the written-out one in fp32.
     """
     return Policy("rms_norm", RMSNorm, _all(*NORMS, *more))
 
@@ -261,7 +258,6 @@ class CrossEntropy(Replacement):
         ### As the model's own
         """
         plain = super().forward
-        # Some by their places, in the order of its signature.
         kwargs.update(zip(inspect.signature(plain).parameters, args, strict=False))
         if kwargs.get("labels") is None or self.others & kwargs.keys():
             return plain(**kwargs)

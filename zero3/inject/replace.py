@@ -114,8 +114,6 @@ class Policy:
     def new_class(self, kind: type[nn.Module]) -> type:
         """
         ### The class of a replaced module: the methods of the replacement, in front of its own
-
-        * `kind` is the class that it has now
         """
         base: Any = self.base_of(kind)
         options = self.replaces[base if base in self.replaces else full_name(base)]
@@ -200,7 +198,7 @@ def report(model: nn.Module, policies: Iterable[Policy]) -> list[Finding]:
     """
     ## What `inject` would replace, and what it would not and why
 
-    It has a line for each module and policy that have to do with each other. Nothing changes.
+    Nothing changes.
     """
     sharded = [path for path, module in model.named_modules() if is_sharded(module)]
     expect(not sharded, "inject", "a plain model", f"`{sharded[:1]}` is sharded", "inject before "
@@ -262,8 +260,6 @@ def _replacements(kind: Any) -> Iterator[tuple[Any, type]]:
 def become(module: nn.Module, by: type[Replacement], **options: Any) -> None:
     """
     ## Put a replacement in front of the class of a module that no policy names
-
-    `options` are attributes of its new class.
     """
     kind = type(module)
     module.__class__ = type(f"{by.__name__}({kind.__name__})", (by, kind), options)

@@ -31,8 +31,8 @@ with $T$ positions of $d$ features with $b$ bytes, on $t$ ranks, a rank sends fo
 $$\underbrace{8 L\,\frac{t-1}{t}\,T d b}_{\text{as before}} +
 \underbrace{2\,\frac{t-1}{t}\,T d b}_{\text{both ends of the stream}}$$
 
-bytes, and keeps $t$ times fewer activations of the stream. The all-gathers at the ends are new.
-Section 4.2.2 of [Korthikanti et al.](https://arxiv.org/abs/2205.05198) has $f$ and $g$ there too.
+bytes, and keeps $t$ times fewer activations of the stream. Section 4.2.2 of [Korthikanti et
+al.](https://arxiv.org/abs/2205.05198) has $f$ and $g$ there too.
 
 **Weights of norms.** A rank computes the gradient of a norm's weight from its own positions, so the
 whole gradient is the sum over the ranks. The same holds for biases that are added after $g$. Both
@@ -246,8 +246,6 @@ class SequenceBorder(Border):
         r"""
         ### The sum over ranks, of this rank's positions (reduce-scatter)
 
-        * `x` has a summand for all positions
-
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
         """
         ranges = [self.line.range(self.length, place)
@@ -328,8 +326,6 @@ class PartialDropout(Replacement):
         ### Zeros where the plain model has them
 
         * `x` is the part that begins at `begin`, of a tensor with `size` elements along `dim`
-
-        Each rank draws the mask of the whole tensor, in the same order as the plain model.
         """
         if not self.training or not self.p:
             return x

@@ -107,8 +107,6 @@ class Pattern:
     def parts(self, module: nn.Module) -> Iterator[tuple[Any, type["Weights"], Dims]]:
         """
         ### The split layers of a module
-
-        Yields each layer, its replacement, and its split parameters with dimension and blocks.
         """
         for names, by, dim in (
                 (self.columns, Column, 0),
@@ -202,9 +200,7 @@ class Weights(Replacement):
     """
 
     all_or_none = True
-    # The class whose forward this one knows.
     stands_for: type[nn.Module] = nn.Linear
-    # Whether ranks may have parts of different size.
     uneven = False
     line: Line
     border: Border
@@ -231,8 +227,6 @@ class Weights(Replacement):
     def split(self, line: Line, dims: Dims, border: Border) -> None:
         """
         ### Keep this rank's part of each of these parameters
-
-        * `border` is that of the module that this layer is in
         """
         self.line = line
         self.border = border
@@ -286,8 +280,6 @@ class Row(Weights):
 class VocabularyEmbedding(Weights):
     """
     ## An embedding of which this rank has some of the tokens
-
-    It looks up its own tokens, and zeros for those of other ranks; $g$ adds them up.
     """
 
     stands_for = nn.Embedding
@@ -303,7 +295,6 @@ class VocabularyEmbedding(Weights):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         part = self.parts["weight"]
         are_tokens = (ids >= 0) & (ids < part.size)
-        # On an accelerator the device checks it, and nobody waits.
         torch._assert_async(are_tokens.all(),
                             f"an embedding. Expected: tokens from 0 to {part.size - 1}. "
                             "Got: others. What to do: look at the data.")

@@ -34,9 +34,8 @@ a transfer overlaps nothing on the receiving rank. The sending rank goes on at o
 
 **Run this**: `python -m pytest tests/pipeline/test_channels.py`.
 
-**Not covered, and what that costs**: a description is a pickle, so ranks trust each other. It has
-the numbers that a stage hands on; if they change, it is sent again. The process groups stay until
-the program ends.
+**Not covered, and what that costs**: a description is a pickle, so ranks trust each other. The
+process groups stay until the program ends.
 """
 
 import pickle
@@ -122,7 +121,6 @@ class Channels:
         # The last descriptions sent and received, by kind and stage of the receiving action.
         self._told: dict[tuple[str, int], bytes] = {}
         self._known: dict[tuple[str, int], Any] = {}
-        # Messages under way, with their tensors.
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
 
     def _group(self, ranks: tuple[int, ...], backend: str | None) -> Group:
@@ -159,7 +157,6 @@ class Channels:
         ### Refuse batches that cannot be cut, or that differ between the stages of a pipeline
 
         * `problem` is what is wrong with this rank's, or empty; `batch` is what it is like
-        * `expected` and `cure` are for the error
 
         All ranks call it before anything moves: an all-gather of these texts by gloo. Pipelines
         side by side may have different shapes. Raises `ValueError` on all ranks.

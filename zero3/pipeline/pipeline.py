@@ -562,8 +562,6 @@ class _Batch:
     def _backward(self, action: Action) -> None:
         """
         #### Go back through a stage, and add to the full gradients of its layers
-
-        If its outputs need no gradient, there is nothing to do.
         """
         key = action[1:]
         came_in, edges = self.kept.pop(key)
@@ -665,8 +663,7 @@ class _Batch:
         """
         #### Add the gradient of the last stage to this rank's part of the full gradient, and reduce
 
-        That part is then summed with those of the other ranks. With replicas it is a sum over all
-        of them already, and only the first one adds it.
+        With replicas it is a sum over all of them already, so only the first one adds it.
         """
         (tied,) = self.pipeline.tied
         for flat, theirs in zip(tied.flats, self._receive(action), strict=True):

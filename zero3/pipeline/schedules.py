@@ -55,8 +55,6 @@ enough, and one for the last.
 **Run this**: `python -m zero3.pipeline --stages 4 --micro-batches 8 --schedule 1f1b` draws a
 schedule.
 
-A `Pipeline` carries out these lists (`pipeline.py`).
-
 **Not covered, and what that costs**: schedules that fill the bubble with the part of backward that
 computes the weights' gradients.
 """

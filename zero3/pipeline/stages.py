@@ -224,8 +224,6 @@ class Borrowed:
 class Plan:
     """
     ## Which rank has which layers, and which weights two stages share
-
-    It is the same on all ranks, because all of them build all layers.
     """
 
     def __init__(self, layers: list[nn.Module], ranks: int, counts: list[int]):
@@ -239,7 +237,6 @@ class Plan:
         self.ranks = ranks
         self.counts = counts
         self._check_counts()
-        # The stage of each layer.
         self.places = [s for s, count in enumerate(counts) for _ in range(count)]
         # All names of each parameter, and of each that several layers share.
         self.names = names_of(layers)
@@ -376,8 +373,6 @@ def untie(layers: dict[int, nn.Module], tied: dict[nn.Parameter, list[str]]
 def holder(tied: dict[nn.Parameter, list[str]]) -> nn.Module:
     """
     ## A module with these parameters, under all names that they have in the plain model
-
-    So a checkpoint finds them by any of these names.
     """
     root = nn.Module()
     for param, names in tied.items():

@@ -76,8 +76,7 @@ each rank, and below it when its stage is whole:
             [==========================]R
 
 **Not covered, and what that costs**: the time of transfers and gathers. A schedule with a smaller
-bubble may be slower if it gathers more. `tests/pipeline/test_stages_bytes.py` compares the formulas
-with a `Ledger` on real ranks.
+bubble may be slower if it gathers more.
 """
 
 from collections import Counter, deque
@@ -219,7 +218,6 @@ def drawn(found: list[list[Pass]], lists: list[list[Action]] | None = None) -> s
     ranks = len(found)
     per_rank = 1 + max(each.action.stage for passes in found for each in passes) // ranks
     names = {each: _name(each.action, ranks, per_rank) for passes in found for each in passes}
-    # Characters of a slot, so that each name has room, and a blank after it.
     width = 1 + max(len(name) for name in names.values())
     lines = []
     for rank, passes in enumerate(found):

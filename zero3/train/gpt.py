@@ -193,7 +193,6 @@ def sample(
     ## Continue a text by `n` bytes
 
     * `prompt` has at least one byte
-    * `seq_len` is the longest window that the model takes
     * `generator` draws the bytes on the CPU, so a seed gives the same text on every device and rank
 
     All ranks of a sharded model call this together. Returns prompt and continuation.

@@ -521,8 +521,7 @@ class Job:
         * `show` gets a step, the losses on the training text and on held-out text, and a rate
 
         The loop ends after the last step or after a signal. The last step is recorded, because the
-        optimizer has its states by then. There is no checkpoint right before it, so every run that
-        resumes has at least two steps left.
+        optimizer has its states by then.
         """
         tape = Ledger(self.model, self.optimizer)
         losses = []

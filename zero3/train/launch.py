@@ -43,7 +43,7 @@ def preload(*modules: str) -> None:
     """
     ## Import modules once, for all ranks
 
-    Call it before the first rank starts. A second call replaces the list of the first.
+    Call it before the first rank starts.
     """
     _CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed", *modules])
 
@@ -127,8 +127,6 @@ def is_consequence(error: BaseException) -> bool:
 def report(failed: list[str]) -> str:
     """
     ## The error texts of the ranks: causes in full first, then a line for each consequence
-
-    * `failed` has the texts in the order of their arrival
     """
     causes = [text for text in failed if not text.startswith(_CONSEQUENCE)]
     if not causes:
@@ -141,8 +139,6 @@ def report(failed: list[str]) -> str:
 def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict, list[str]]:
     """
     #### Wait for all ranks: results by rank, and error texts in the order of their arrival
-
-    After a failure, the other ranks get `_GRACE_S` more seconds to report that.
     """
     results: dict[int, object] = {}
     failed: list[str] = []

@@ -200,7 +200,6 @@ def draw_tape(
     events = tapes[0]
     held = [[e.live_bytes for e in tape] for tape in tapes]
     alike = len(tapes) > 1 and all(each == held[0] for each in held)
-    # One plot for all ranks if they hold the same bytes, otherwise the first four.
     shown = tapes[:1] if alike else tapes[:4]
     fig = _figure(caption, 11, [
         *[2.4] * len(shown),
@@ -304,14 +303,12 @@ def draw_gradients(counts: dict[int, int], caption: str) -> Figure:
             label=f"{name}, {few:.1%} shaded",
         )
     low = min([-30, *counts])
-    # The last bar, or the shaded ranges, if all gradients are smaller.
     high = max([-13, *(e + 17 for e in counts)])
     for begin, end, alpha, text in (
         (low, -24, 1, "zero in fp16"),
         (-24, -14, 0.5, "fewer digits"),
     ):
         ax.axvspan(begin, end, color=NEUTRAL["line"], alpha=alpha, zorder=0)
-        # Below the legend, and above the bars.
         ax.text(
             end - 0.3, 0.81, text,
             ha="right", va="top", fontsize=8,

@@ -86,7 +86,6 @@ class Ranks:
         """
         ### Join the process group: NCCL between GPUs, gloo between CPUs
 
-        * `store` is the one from `fresh_store`
         * `timeout_s` is the number of seconds that a rank waits for the others in one collective
 
         Raises `RuntimeError` if they cannot be reached.
@@ -136,8 +135,6 @@ class Ranks:
     def say(self, line: str, file: TextIO | None = None) -> None:
         """
         ### Print a line on rank 0 only
-
-        * `file` is where it goes, by default the standard output
         """
         if not self.rank:
             # In one write, because ranks share the output.
@@ -162,9 +159,7 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     of the others. With `--max-restarts`, torchrun keeps *one* store for all attempts. A rank that
     reads early then gets the address of a dead rank, and the attempt fails.
 
-    A prefix for the keys helps, if no earlier attempt has used it and all ranks agree on it. The
-    number of the restart is no such prefix, because each machine counts its own failures. So rank 0
-    draws a token, and hands it to each rank that is alive:
+    So rank 0 draws a token, and hands it to each rank that is alive:
 
     | rank 1 | in the store | rank 0 |
     |---|---|---|

@@ -145,8 +145,6 @@ class Source:
                   ) -> tuple[dict[torch.Tensor, torch.Tensor], dict[str, list[str]]]:
         """
         #### Replace meta tensors by tensors with memory
-
-        Returns the new tensors by the old ones, and their names in each module.
         """
         made: dict[torch.Tensor, torch.Tensor] = {}
         empty: dict[str, list[str]] = {}
@@ -224,8 +222,6 @@ class Source:
     def _read_tensor(self, t: torch.Tensor, names: list[str], part: WeightPart | None) -> None:
         """
         #### Read one tensor, which is in the checkpoint under one of these names
-
-        * `part` is the part of it that this rank has, if ranks split it
         """
         name = next((name for name in names if name in self.files), "")
         if not name:
@@ -242,8 +238,6 @@ class Source:
     def files(self) -> dict[str, Path]:
         """
         ### The file of each tensor in the checkpoint
-
-        It reads the index, or the header of the file.
         """
         path = Path(str(self.checkpoint))
         if path.is_dir():
@@ -315,7 +309,6 @@ def _agreed(sender: Named,
     #### Raise the error of one rank on all of them, at the end of the block
 
     * `what`, `expected` and `cure` are as for `fail`
-    * `told` says what all ranks are told of the error
 
     All ranks must leave the block. A rank that raised at once would leave the others waiting.
     """

@@ -138,7 +138,6 @@ def fetch_together(units: Iterable[Any]) -> None:
     """
     several = list(dict.fromkeys(units))
     for unit in several:
-        # A persistent unit may be full of the values from before a step.
         unit.refresh()
     wanted = [unit for unit in several if not unit.is_here and _can_join(unit)]
     if len(wanted) > 1:
@@ -160,9 +159,6 @@ def can_share(comm: Communicator) -> bool:
 def _can_join(unit: Any) -> bool:
     """
     #### Whether a unit's shards can be packed
-
-    Packing would convert shards that were converted after wrapping. The unit's own gather refuses
-    them.
     """
     return can_share(unit.comm) and all(
         flat.shard.dtype == flat.full.dtype
@@ -289,6 +285,6 @@ class Part(NamedTuple):
         """
         ### Wait for the all-gather, and take this unit's parameters out of it
 
-        Raises `RuntimeError` as `Transfer.wait`. A second wait does nothing.
+        Raises `RuntimeError` as `Transfer.wait`.
         """
         self.packed.take(self.unit)

@@ -142,8 +142,6 @@ class Trace:
 class StandIn(nn.Module):
     """
     ## A module in the place of another one, which may be a container such as `nn.Sequential`
-
-    For any other module, all methods but `__bool__` raise `TypeError`.
     """
 
     module: Any
@@ -192,7 +190,6 @@ class Unit(StandIn, Zero3Layer):
         self.order = order
         self.schedule = order
         self.path = path
-        # For errors and reports.
         self.title = module.title if isinstance(module, Together) else path or "the rest"
         self.leaf = leaf
         # Once all units exist, `wrap` sets this and the three lists below, and number, label and
@@ -265,8 +262,6 @@ class Unit(StandIn, Zero3Layer):
     def admits(self, layer: nn.Module) -> bool:
         """
         ### Whether a sharded layer is a unit of the same model
-
-        A sharded layer of another model would be in none of the passes here.
         """
         return any(layer is unit for unit in self.order.units)
 
@@ -372,8 +367,6 @@ class Unit(StandIn, Zero3Layer):
     def come_with(self, part: Any) -> None:
         """
         ### Come with other units, by an all-gather that has started
-
-        * `part` is this unit's part of it
         """
         self._settle_at_end_of_backward()
         self.reducer.finish(self)
@@ -409,8 +402,6 @@ class Unit(StandIn, Zero3Layer):
     def show(self) -> None:
         """
         ### Wait until the parameters are here, and let them be used
-
-        `arrive` calls it right before the unit computes.
         """
         self._wait_params()
         if self.is_fetched:
@@ -571,8 +562,6 @@ class TracedOrder(Alone):
     def _follow(self, unit: Unit) -> None:
         """
         #### Note in the trace that a unit computes
-
-        This is also where a pass begins.
         """
         backward = in_backward()
         trace = self.trace
@@ -601,8 +590,6 @@ class TracedOrder(Alone):
     def end_forward(self) -> None:
         """
         ### A forward pass has ended: free all units but those that backward begins with
-
-        Some may have been prefetched and then not reached.
         """
         self.trace.end()
         for unit in self.units:
@@ -635,7 +622,6 @@ class TracedOrder(Alone):
         if bucket:
             fetch_together(bucket)
         for unit in wanted:
-            # A large one, and one that has stayed full.
             unit.fetch_params()
 
     def _bucket(self, wanted: list[Unit], upcoming: list[Unit]) -> list[Unit]:
@@ -687,8 +673,7 @@ class TracedOrder(Alone):
         """
         ### Elements of full parameters, those in flight and those of the wanted units included
 
-        `max_live_numel` limits this number. A unit counts from the beginning of its all-gather,
-        because its memory is taken then.
+        A unit counts from the beginning of its all-gather, because its memory is taken then.
         """
         full_numel = sum(unit.numel for unit in self.units
                          if unit.is_fetched or unit.is_full_elsewhere or unit in wanted)

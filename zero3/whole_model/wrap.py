@@ -130,8 +130,6 @@ class Zero3Model(StandIn, ShardedModel):
     def _number_units(self) -> None:
         """
         #### Give each unit its number, its neighbours in the tree, and the model's communicator
-
-        All ranks find the same numbers.
         """
         # All units share a reducer, because one reduce is in flight at a time.
         reducer = Reducer(self.comm)
@@ -168,7 +166,6 @@ class Zero3Model(StandIn, ShardedModel):
         missed = set(shards)
 
         def count(model: Zero3Model, optimizer: Any, *_) -> None:
-            # The shards of this optimizer.
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             stepped += [states.shard for states in getattr(optimizer, "shard_states", ())]
             if shards.isdisjoint(map(id, stepped)):
@@ -195,7 +192,6 @@ class Zero3Model(StandIn, ShardedModel):
         # `__init__` sets `known` last. From then on a new name belongs to the model.
         is_new = "known" in vars(self) and name not in vars(self) and name not in self._modules
         is_new = is_new and "module" in self._modules and not hasattr(type(self), name)
-        # An attribute that the model has already is the model's.
         if is_new and hasattr(self.module.module, name):
             setattr(self.module.module, name, value)
         else:
@@ -225,8 +221,7 @@ class Zero3Model(StandIn, ShardedModel):
         ### Say that a module uses a parameter of another unit
 
         Usually the first use is noticed. Call this if not all ranks use the parameter, on all ranks
-        alike. Raises `RuntimeError` if
-        either is not part of this model.
+        alike. Raises `RuntimeError` if either is not part of this model.
         """
         users = [unit for unit in self.units
                  for m in (unit, *dict(own_modules(unit.module)).values()) if m is module]
@@ -244,8 +239,6 @@ class Zero3Model(StandIn, ShardedModel):
     def forward(self) -> Callable:  # type: ignore[override]
         """
         ### Forward pass of the model
-
-        It has the signature of the model's own forward.
         """
         self.expect("module" in self._modules, "was destroyed", "a use before that", "one after",
                     "call what `destroy` returned")
@@ -381,14 +374,12 @@ class Zero3Model(StandIn, ShardedModel):
                 slot.param.data = value
             for refusal in unit.guard.refusals:
                 refusal.remove()
-        # Put parameters and modules back where they were.
         plain = self.module.module
         for m in [*plain.modules()]:
             for name in self.layout.get(m, ()):
                 m._parameters[name] = vars(m).pop(name)
             for name, child in m._modules.items():
                 m._modules[name] = child.module if isinstance(child, Unit) else child
-        # Nothing may refer to the units any more.
         self._modules.clear()
         self.units.clear()
         self.sharded_layers = ()
@@ -466,7 +457,6 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
            "pass the model itself, and not its class", TypeError)
     expect(init is None or callable(init), "wrap: `init`", "a function of a module", repr(init),
            "pass one, or leave it out", TypeError)
-    # Whole numbers that are large enough.
     for name, value, least in (
             ("prefetch_numel", prefetch_numel, 0),
             ("max_live_numel", max_live_numel, 1),
@@ -476,7 +466,6 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
         left_out = value is None and name in ("prefetch_numel", "max_live_numel")
         expect(left_out or whole(value, least), f"wrap: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
-    # The device of the first parameter that has values.
     at = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
     source = Source(torch.device(device or at), seed, init, checkpoint,
                     getattr(model, "_init_weights", None))
@@ -537,10 +526,6 @@ class _Wrapping:
     def _units_together(self, places: list[LayerPlace]) -> list[Unit]:
         """
         #### Make the units that have the parameters of several layers
-
-        * `places` are those of all layers
-
-        Each of their layers becomes a unit too, and uses those parameters as a tied weight is used.
         """
         layers = {place.layer for place in places}
         may_share = []
@@ -548,7 +533,6 @@ class _Wrapping:
             tied = any(len(self.names[p]) > 1 for p in place.layer.parameters())
             has_units = any(m in layers for m in place.layer.modules()
                             if m is not place.layer)
-            # Not a layer with a tied weight, with units inside it, or that does not exist yet.
             if not (tied or has_units or isinstance(place.layer, Deferred)):
                 may_share.append(place)
         rest_numel = sum(p.numel() for p in self.at_root)
@@ -569,16 +553,12 @@ class _Wrapping:
     def _unit(self, layer: nn.Module, path: str, leaf: bool) -> Unit:
         """
         #### Make the unit of one layer, or of the root
-
-        It is made, filled and sharded before the next one. So a model on the meta device is never
-        in memory as a whole.
         """
         module = self.source.make(self.owner, layer, path)
         modules: dict[str, Any] = {
             f"{path}.{at}".strip("."): m for at, m in own_modules(module)}
         for m in modules.values():
             self.layout.setdefault(m, [*m._parameters])
-        # Without what other units own.
         ties = self._untie(modules, is_root=layer is self.model)
         before = {p for m in modules.values()
                   for p in m._parameters.values() if p is not None}
@@ -647,7 +627,6 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     for _ in range(max_new_tokens):
         logits = next(tensors_in(model(ids)))[:, -1].float()  # (batch, vocabulary) fp32
         token = _next_token(logits, temperature, generator)
-        # A sequence that has ended is padded.
         if not done.all():
             if eos_token_id is not None:
                 token = token.where(~done, eos_token_id)
