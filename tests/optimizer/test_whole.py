@@ -775,7 +775,8 @@ def test_what_an_optimizer_cannot_step_is_refused_by_name_on_all_ranks():
 
 class Breaks(torch.optim.SGD):
     def step(self):
-        if dist.get_rank() == 1:
+        # Not in the trial, whose matrices are smaller.
+        if dist.get_rank() == 1 and self.param_groups[0]["params"][0].shape == (4, 4):
             raise ArithmeticError("no such root")
 
 

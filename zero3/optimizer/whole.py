@@ -222,7 +222,7 @@ class Owners:
                 arriving[whole] = [part.new_empty(whole.numel) for part in mine]
             carried += [(whole, part, at_owner) for part, at_owner
                         in zip_longest(mine, arriving.get(whole, []))]
-        self.coming.append(Trip(self._start("collect", carried), wholes, arriving))
+        self._start("collect", carried, wholes, arriving)
 
     def _piece(self, whole: Whole) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -242,12 +242,12 @@ class Owners:
         #### Step the parameters that have arrived
         """
         trip.transfer.wait()
-        values: dict[Whole, torch.Tensor] = {}
-        for whole, (values[whole], grad) in trip.tensors.items():
-            self._step_one(whole, values[whole], grad, factor)
+        for whole, tensors in trip.tensors.items():
+            # The gradient is used up.
+            self._step_one(whole, tensors[0], tensors.pop(), factor)
         self.coming.remove(trip)
         self._land()
-        self._give_back(trip.wholes, values)
+        self._give_back(trip.wholes, {whole: values for whole, (values,) in trip.tensors.items()})
 
     def _step_one(self, whole: Whole,
                   values: torch.Tensor,
@@ -297,7 +297,7 @@ class Owners:
                 device=whole.states.layer.device))
             pieces[whole] = [piece]
         carried = [(whole, piece, values.get(whole)) for whole, (piece,) in pieces.items()]
-        self.going.append(Trip(self._start("give back", carried), wholes, pieces))
+        self._start("give back", carried, wholes, pieces)
 
     def _land(self) -> None:
         """
@@ -324,11 +324,13 @@ class Owners:
             if rank != whole.owner and where.start < where.stop:
                 yield rank, where
 
-    def _start(self, event: str, carried: list[Carried]) -> Transfer:
+    def _start(self, event: str, carried: list[Carried],
+               wholes: list[Whole],
+               tensors: dict[Whole, list[torch.Tensor]]) -> None:
         """
         #### Start to send pieces to the owners, or back
 
-        * `event` is "collect" or "give back"
+        * `event` is "collect" or "give back"; the other arguments are those of the `Trip`
 
         All ranks call it. Two ranks list what they exchange in the same order.
         """
@@ -374,8 +376,9 @@ class Owners:
             transfer.between_bytes += tensor.nbytes * is_far
             transfer.messages += 1
         transfer.done.record()
+        trips = self.coming if event == "collect" else self.going
+        trips.append(Trip(transfer, wholes, tensors))
         self.stepper.listener.record(self.stepper, event, nbytes, transfer)
-        return transfer
 
     # ---------------------------------------------------------------------------------- bookkeeping
 
@@ -447,7 +450,8 @@ class Owners:
                         for key, piece in moments.items()]
             found.update({piece.param: Spread(moments, others) for piece in whole.states.pieces
                           if piece.where == span})
-        self._start("give back", carried).wait()
+        self._start("give back", carried, [], {})
+        self.going.pop().transfer.wait()
         return found
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
