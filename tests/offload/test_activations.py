@@ -2,26 +2,28 @@
 # Activations that rest elsewhere: the same bits, less memory, and each byte moved once
 """
 
-import contextlib
 import gc
 import os
-import weakref
-from pathlib import Path
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests import cases, wholes
+from tests.offload.test_tiers import on_a_small_disk
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Sequential, wrap
+from zero3.estimate.formulas import Moved, activations
 from zero3.estimate.ledger import Ledger
 from zero3.in_flight import in_flight
-from zero3.offload.activations import Activations, order
-from zero3.offload.shelves import Shelves
+from zero3.offload.activations import Activations, Forward, Handle, order
+from zero3.offload.copies import Shelves
+from zero3.offload.disk import File
 
 WIDTH, ROWS = 64, 32
 # Bytes of an activation, two whole blocks of a disk.
@@ -133,3 +135,575 @@ def test_every_whole_model_has_the_same_bits_with_its_activations_in_files(world
     for found, visits, known in run(all_wholes, world_size, str(tmp_path), micro):
         assert {name for name, same in found.items() if not same} == set()
         assert visits == known == 0
+
+
+def generator_state(folder):
+    """Losses, gradients and the generator's state after two steps with dropout"""
+    found = []
+    for where in (None, to_files(folder)):
+        model = chain(where, make=lambda: nn.Sequential(Block(), nn.Dropout(0.3)))
+        torch.manual_seed(7)
+        for i in range(2):
+            model(batch(i)).square().mean().backward()
+        found.append([*grads(model), torch.get_rng_state()])
+    return equal(*found)
+
+
+def test_dropout_draws_the_same_numbers(tmp_path):
+    """
+    Masks leave and come back like other tensors, and nobody draws a number in between.
+    Proves `Forward.pack`.
+    """
+    assert generator_state(tmp_path)
+
+
+# ------------------------------------------------------------------------- bytes, and what is moved
+
+
+@pytest.mark.parametrize("keep, layers", [(1, 5), (2, 5), (5, 4), (1, 1)])
+def test_the_ledger_counts_what_the_formula_says(keep, layers, tmp_path):
+    """
+    Each layer but the last ones leaves once, and comes back once if it was freed. Breaks if a
+    second view of a storage is moved again, or a parameter, or if the next layer moves its input a
+    second time.
+    Proves `Activations`, `formulas.activations`, `Moved`, `Visit.leave`, `Visit.come`, `Ledger`.
+    """
+    model = chain(to_files(tmp_path, keep=keep), layers)
+    expected = activations([2 * ONE] * layers, keep)
+    for _ in range(2):
+        with Ledger(model) as tape:
+            model(batch()).sum().backward()
+        assert (tape.out_bytes, tape.in_bytes) == (expected.out_bytes, expected.in_bytes)
+    kept = [f"{i}" for i in range(layers)]
+    assert [name for name, _ in moved(tape, "activations out")] == kept[:-keep]
+    assert [name for name, _ in moved(tape, "activations in")] == kept[: -keep - 1][::-1]
+
+
+def test_the_formula_on_three_calls():
+    """
+    The example of `formulas.activations`, and calls that all stay.
+    Proves `formulas.activations`.
+    """
+    assert activations([10, 20, 40]) == Moved(30, 10, 60)
+    assert activations([10, 20, 40], keep=2) == Moved(10, 0, 70)
+    assert activations([10, 20, 40], keep=5) == Moved(0, 0, 70)
+    assert activations([]) == Moved(0, 0, 0)
+
+
+def gpt(folder, rows, length, width, heads):
+    """GPT-2's blocks: what the ledger says of a step"""
+    # `wholes` has seen to it that this needs no other library.
+    import transformers
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=width, n_head=heads, n_layer=4, vocab_size=50, n_positions=length, attn_pdrop=0.0,
+        embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
+        attn_implementation="eager")
+    # More than the statistics of a norm and the ids of the tokens.
+    where = Activations(Offload("nvme", folder), below_bytes=8 * rows * length + 1)
+    model = wrap(transformers.GPT2LMHeadModel(config), GPT2Block, activations=where)
+    ids = torch.randint(50, (rows, length))
+    with Ledger(model) as tape:
+        model(ids).logits.square().mean().backward()
+    return tape.out_bytes, tape.in_bytes, moved(tape, "activations out")
+
+
+@pytest.mark.parametrize("rows, length, width, heads", [
+    (4, 32, 64, 4), (4, 64, 64, 4), (2, 32, 128, 8)])
+def test_a_block_of_gpt_2_saves_what_its_shapes_say(rows, length, width, heads, tmp_path):
+    r"""
+    In fp32, with $b$ rows of $s$ tokens, $d$ features and $a$ heads, a block of GPT-2 saves
+    $4bs(28d + as)$ bytes: among them the scores of attention, $4abs^2$, once. All four blocks
+    leave, because the head comes after them, and three come back.
+    Proves `wrap`, `formulas.activations`, `Forward.pack`.
+    """
+    block = 4 * rows * length * (28 * width + heads * length)
+    head = 8 * rows * length * width
+    for out_bytes, in_bytes, leaving in run(gpt, 2, str(tmp_path), rows, length, width, heads):
+        expected = activations([block] * 4 + [head])
+        assert leaving == [(f"{i}", block) for i in (1, 2, 3, 4)]
+        assert (out_bytes, in_bytes) == (expected.out_bytes, expected.in_bytes)
+
+
+class Watched(TorchDispatchMode):
+    """
+    After each operation, the bytes in memory of all storages that autograd has saved. What it
+    saves is heard from `Forward.pack`, what comes back from `Handle.unpack`.
+    """
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.refs = {}
+        self.peak_bytes = 0
+        pack, back = Forward.pack, Handle.unpack
+
+        def packed(forward, tensor):
+            handle = pack(forward, tensor)
+            if isinstance(handle, Handle):
+                self.watch(tensor)
+            return handle
+
+        def unpacked(handle):
+            tensor = back(handle)
+            self.watch(tensor)
+            return tensor
+        monkeypatch.setattr(Forward, "pack", packed)
+        monkeypatch.setattr(Handle, "unpack", unpacked)
+
+    def watch(self, tensor):
+        storage = tensor.untyped_storage()
+        self.refs[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.refs = {key: ref for key, ref in self.refs.items() if not ref[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self.refs.values()))
+        return out
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_at_most_the_last_calls_are_in_memory(keep, tmp_path, monkeypatch):
+    """
+    Counted over all storages that autograd saves, dead or alive: forward holds exactly what the
+    formula says, and backward as much and the room in which a read finds the beginning of a block.
+    All of it would be in memory without. Breaks if anything else refers to what has left.
+    Proves `formulas.activations`, `Stored.rest`, `Order.begin`, `Shelves.move`.
+    """
+    model = chain(to_files(tmp_path, keep=keep), layers=7)
+    expected = activations([2 * ONE] * 7, keep).memory_bytes
+    model(batch()).sum().backward()
+    watched = Watched(monkeypatch)
+    with watched:
+        loss = model(batch()).sum()
+    assert watched.peak_bytes == expected == 2 * ONE * (keep + 1) < 2 * ONE * 7
+    with watched:
+        loss.backward()
+    # Two of the storages in memory have been read.
+    assert expected <= watched.peak_bytes <= expected + 4 * 4096
+    assert not watched.refs or all(ref.expired() for ref, _ in watched.refs.values())
+
+
+class WithBuffer(nn.Module):
+    """A large weight, and a mask in a buffer, which autograd saves"""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 50 * WIDTH)
+        self.down = nn.Linear(50 * WIDTH, WIDTH, bias=False)
+        self.register_buffer("mask", torch.ones(ROWS, WIDTH))
+
+    def forward(self, x):
+        with torch.no_grad():
+            small = self.up(x)
+        return self.down(small) + x * self.mask
+
+
+def test_parameters_and_buffers_stay(tmp_path):
+    """
+    The layer holds them anyway. Breaks if the large weights are written to a file in every step.
+    Proves `Forward.pack`, `Kept.unpack`.
+    """
+    model = chain(to_files(tmp_path), 3, WithBuffer)
+    with Ledger(model) as tape:
+        model(batch().requires_grad_()).sum().backward()
+    assert {nbytes for _, nbytes in moved(tape, "activations out")} == {50 * ONE}
+
+
+def test_small_storages_stay(tmp_path):
+    """
+    By default below a quarter of a MiB.
+    Proves `Activations`.
+    """
+    model = chain(Activations(Offload("nvme", tmp_path)))
+    for rows, out_bytes in ((1023, 0), (1024, 8 * 1024 * WIDTH * 4)):
+        with Ledger(model) as tape:
+            model(torch.ones(rows, WIDTH)).sum().backward()
+        assert tape.out_bytes == out_bytes
+
+
+class Tanh(nn.Module):
+    """Saves its output, which the next layer saves as its input"""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x).tanh()
+
+
+def test_an_output_that_the_next_layer_saves_is_moved_once(tmp_path):
+    """
+    It leaves with the layer that needs it last in forward, so the last layer's input stays. Breaks
+    if it is written by both, or if backward has to read it at once.
+    Proves `Forward`, `Visit.add`.
+    """
+    model = chain(to_files(tmp_path), 4, Tanh)
+    with Ledger(model) as tape:
+        model(batch()).sum().backward()
+    assert moved(tape, "activations out") == [("0", ONE), ("1", ONE), ("2", ONE)]
+    assert moved(tape, "activations in") == [("1", ONE), ("0", ONE)]
+
+
+class Recomputed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.block = Block()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_of_a_checkpoint_inside_the_layer_only_its_input_is_moved(reentrant, tmp_path):
+    """
+    DeepSpeed's checkpoint offload. Breaks if the recomputation writes what backward reads at once.
+    Proves `Saving`.
+    """
+    found = []
+    for where in (None, to_files(tmp_path)):
+        model = chain(where, 4, lambda: Recomputed(reentrant))
+        with Ledger(model) as tape:
+            model(batch().requires_grad_()).sum().backward()
+        found.append(grads(model))
+    assert equal(*found)
+    assert moved(tape, "activations out") == [("0", ONE), ("1", ONE), ("2", ONE)]
+    assert moved(tape, "activations in") == [("1", ONE), ("0", ONE)]
+
+
+def test_a_checkpoint_around_layers_goes_on_saving_nothing(tmp_path):
+    """
+    Its own hooks drop what the layer saves, and ours would take their place.
+    Proves `Saving`.
+    """
+    model = chain(to_files(tmp_path), 4)
+    with Ledger(model) as tape:
+        checkpoint(model, batch().requires_grad_(), use_reentrant=False).sum().backward()
+    assert tape.out_bytes == tape.in_bytes == 0
+
+
+@pytest.mark.parametrize("where", ["cpu", "device", Offload("cpu")])
+def test_on_the_cpu_the_cpu_tier_keeps_activations_where_they_are(where):
+    """
+    There is no other memory to move them to.
+    Proves `Activations.moves_from`.
+    """
+    model = chain(where)
+    with Ledger(model) as tape:
+        model(batch()).sum().backward()
+    assert tape.out_bytes == 0 and not order.visits
+
+
+def test_without_gradients_nothing_is_watched(tmp_path):
+    """
+    Proves `Saving`.
+    """
+    model = chain(to_files(tmp_path))
+    with Ledger(model) as tape, torch.no_grad():
+        model(batch())
+    assert tape.out_bytes == 0 and not order.visits and not list(tmp_path.iterdir())
+
+
+def test_a_layer_is_read_while_the_layer_above_goes_backward(tmp_path):
+    """
+    The read of layer 1 begins after backward has reached layer 2, and before it has left it.
+    Proves `Order.enter`.
+    """
+    model = chain(to_files(tmp_path))
+    with Ledger(model) as tape:
+        model(batch()).sum().backward()
+    happened = [(e.layer.split()[1], e.event) for e in tape.events if e.phase == "backward"]
+    for i in (3, 2, 1):
+        begins = happened.index((f"{i}", "compute"))
+        over = happened.index((f"{i}", "reduce"))
+        assert begins < happened.index((f"{i - 1}", "activations in")) < over
+
+
+# ------------------------------------------------------------------------- what autograd allows
+
+
+def test_a_kept_graph_goes_backward_as_often_as_it_is_asked(tmp_path):
+    """
+    The second pass reads the files again, also the layer that did not have to be read before.
+    Proves `Visit.rest`, `Stored.rest`, `Stored.come`, `Stored.here`.
+    """
+    found = []
+    for where in (None, to_files(tmp_path)):
+        model = chain(where)
+        with Ledger(model) as tape:
+            loss = model(batch()).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        found.append(grads(model))
+    assert equal(*found)
+    assert tape.out_bytes == 8 * ONE
+    assert [name for name, _ in moved(tape, "activations in")] == [*"210", *"3210"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_graphs_go_backward_in_any_order(first, tmp_path):
+    """
+    Proves `Order.begin`, `Order.enter`.
+    """
+    found = []
+    for where in (None, to_files(tmp_path)):
+        model = chain(where)
+        losses = [model(batch(i)).square().mean() for i in (0, 1)]
+        losses.pop(first).backward()
+        losses.pop().backward()
+        found.append(grads(model))
+    assert equal(*found) and not order.visits
+
+
+def test_a_graph_that_is_dropped_frees_its_memory_and_its_files(tmp_path):
+    """
+    By counting references alone: the collector of cycles is off.
+    Proves `Shelf`, `Order`, `Stored`, `Idle`.
+    """
+    model = chain(to_files(tmp_path))
+    files = model.module_list[0].saving.activations.to
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            y = model(batch())
+            assert len(order.visits) == 5
+            del y
+            assert not order.visits and not order.known
+            # Four calls left, and their files wait for the next ones.
+            assert len(files.in_use["activations"].idle) == 4
+            assert not in_flight.users
+    finally:
+        gc.enable()
+
+
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x).tanh().add_(1)
+
+
+def written_inside(model):
+    return model(batch())
+
+
+def written_outside(model):
+    found = []
+    x = batch()
+    for layer in model.walk():
+        x = layer(x)
+        found.append(x)
+    with torch.no_grad():
+        found[0].add_(1)
+    return x
+
+
+@pytest.mark.parametrize("make, write", [(Writes, written_inside), (Tanh, written_outside)])
+def test_a_saved_tensor_that_was_changed_is_torchs_error(make, write, tmp_path):
+    """
+    Inside the layer, and after its copy has left. Breaks if backward computes with the old values,
+    or with the new ones.
+    Proves `activations.unpack`, `Handle.unpack`.
+    """
+    said = []
+    for where in (None, to_files(tmp_path)):
+        model = chain(where, make=make)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+            write(model).sum().backward()
+        said.append(str(caught.value))
+    for part in ("one of the variables needed for gradient computation has been modified by an "
+                 "inplace operation: [torch.FloatTensor [32, 64]], ", "is at version 1; expected "
+                 "version 0 instead"):
+        assert part in said[0] and part in said[1]
+    assert "saved by layer" in said[1]
+
+
+def test_a_parameter_that_was_changed_is_an_error_too(tmp_path):
+    """
+    It stays, and hooks of ours stand before torch's own check.
+    Proves `Kept.unpack`.
+    """
+    model = chain(to_files(tmp_path))
+    loss = model(batch()).sum()
+    with torch.no_grad():
+        model.get_trainable_chunk()[0].add_(1)
+    with pytest.raises(RuntimeError, match="cannot go backward"):
+        loss.backward()
+
+
+def test_double_backward_is_refused_as_without(tmp_path):
+    """
+    Proves `Guard.before_backward`.
+    """
+    model = chain(to_files(tmp_path))
+    x = batch().requires_grad_()
+    with pytest.raises(RuntimeError, match="cannot go backward twice"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+class Fails(nn.Module):
+    fails = False
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        y = self.block(x)
+        if self.fails:
+            raise KeyError("on purpose")
+        return y
+
+
+def test_after_an_exception_in_a_layer_the_next_step_is_the_same(tmp_path):
+    """
+    The hooks are gone, and so is what had been saved.
+    Proves `Saving`.
+    """
+    model = chain(to_files(tmp_path), make=Fails)
+    model(batch()).sum().backward()
+    before = grads(model)
+    model.zero_grad()
+    model.module_list[3].module.fails = True
+    with pytest.raises(KeyError, match="on purpose"):
+        model(batch())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not order.visits and not order.known
+    model.module_list[3].module.fails = False
+    model(batch()).sum().backward()
+    assert equal(grads(model), before)
+
+
+# --------------------------------------------------------------------------------------- the files
+
+
+def test_files_are_used_again_if_they_are_large_enough(tmp_path):
+    """
+    Four calls leave, so there are four files, as large as the largest batch so far needs.
+    Proves `Shelves.take`, `Shelf.place`, `Offload.disk_bytes`, `Buffers.make_file`.
+    """
+    model = chain(to_files(tmp_path))
+    files = model.module_list[0].saving.activations.to
+    for rows, most in ((ROWS, ROWS), (ROWS, ROWS), (ROWS // 2, ROWS), (3 * ROWS, 3 * ROWS),
+                       (ROWS, 3 * ROWS)):
+        model(torch.ones(rows, WIDTH)).sum().backward()
+        assert files.disk_bytes() == 4 * 2 * most * WIDTH * 4
+    # They have no names.
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_used_again_only_after_its_writer(tmp_path, monkeypatch):
+    """
+    A graph is dropped while a thread has still to write its activations. The next call takes the
+    same file, and waits. Breaks if the late bytes overwrite those of the new call.
+    Proves `Shelves.take`, `Shelf`, `Idle`.
+    """
+    model = chain(to_files(tmp_path), 2)
+    files = model.module_list[0].saving.activations.to
+    model(batch(0)).sum().backward()
+    expected = grads(model)
+    model.zero_grad()
+    real, gate = File.move, threading.Event()
+
+    def move(*args):
+        if args[1]:
+            gate.wait()
+        real(*args)
+    monkeypatch.setattr(File, "move", move)
+    model(batch(1))
+    shelves: Shelves = files.in_use["activations"]
+    assert len(shelves.idle) == 1 and any(not block.done() for block in shelves.idle[0].moving)
+    threading.Timer(0.2, gate.set).start()
+    loss = model(batch(0)).sum()
+    assert gate.is_set() and len(shelves.files) == 1
+    loss.backward()
+    assert equal(grads(model), expected)
+
+
+def _full_disk():
+    # 1 MiB: room for three calls of 256 KiB, and not for a fourth.
+    torch.manual_seed(0)
+    model = chain(Activations(Offload("nvme", ".", block_bytes=4096), below_bytes=0), 7)
+    expected = grads_of(chain(None, 7))
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(16 * ROWS, WIDTH))
+    told = str(caught.value)
+    assert told.startswith("rank 0: layer 3 (Block) has no room for its activations. Expected: "
+                           "262,144 bytes in .. Got: [Errno 28] No space left on device."), told
+    assert "free some space" in told
+    assert not order.visits and not order.known
+    # Nothing is lost: a smaller batch trains on.
+    assert equal(grads_of(model), expected)
+
+
+def grads_of(model):
+    model(batch()).sum().backward()
+    return grads(model)
+
+
+def test_a_full_disk_is_an_error_and_nothing_is_lost():
+    """
+    It names the layer, the bytes and the folder.
+    Proves `Visit.leave`, `Shelves.take`.
+    """
+    path = os.path.abspath(__file__)
+    assert path.endswith("test_activations.py")
+    on_a_small_disk("_full_disk", "tests.offload.test_activations")
+
+
+def faulty(folder, fault):
+    where = to_files(folder)
+    model = chain(where)
+    model(batch()).sum().backward()
+    model.zero_grad()
+    shelves = where.to.in_use["activations"]
+    try:
+        if fault == "full" and dist.get_rank() == 1:
+            shelves.idle.clear()
+
+            def make_file(nbytes):
+                raise OSError(28, "No space left on device")
+            shelves.make_file = make_file
+        loss = model(batch()).sum()
+        if fault == "cut" and dist.get_rank() == 1:
+            for file in shelves.files:
+                os.ftruncate(file.fd, 100)
+        loss.backward()
+        # A rank hears of it at the latest when it waits for the other one.
+        model(batch())
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("fault, told", [
+    ("cut", "could not read its activations. Expected: 8,192 bytes in "),
+    ("full", "layer 0 (Block) has no room for its activations. Expected: 16,384 bytes in ")])
+def test_a_faulty_disk_of_one_rank_is_an_error_on_both(fault, told, tmp_path):
+    """
+    A short read is not taken for whole, and the other rank does not wait for ever.
+    Proves `Copy.arrived`, `Visit.leave`, `Communicator.fail`.
+    """
+    zeros, ones = run(faulty, 2, str(tmp_path), fault)
+    assert told in ones and str(tmp_path) in ones
+    assert "on rank 1" in zeros
+
+
+@pytest.mark.parametrize("options, told", [
+    ({"below_bytes": -1}, "`below_bytes`, a whole number of at least 0. Got: -1"),
+    ({"keep": 0}, "`keep`, a whole number of at least 1. Got: 0"),
+    ({"offload": "nvme"}, "a folder with the nvme tier"),
+    ({"offload": "moon"}, "a tier of")])
+def test_options_that_cannot_work_are_refused(options, told):
+    """
+    Proves `Activations`.
+    """
+    with pytest.raises(ValueError, match=told):
+        Activations(**options)
+    if "offload" in options:
+        with pytest.raises(ValueError, match=told):
+            Zero3Layer(nn.Linear(2, 2), activations=options["offload"])

@@ -67,8 +67,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero3.guards.moments import Guarded
 from zero3.guards.options import expect, whole
+from zero3.offload.copies import Copy, Shelf, Shelves, Stored
 from zero3.offload.disk import whole_blocks
-from zero3.offload.shelves import Copy, Shelf, Shelves
 from zero3.offload.tiers import Offload
 from zero3.watch import in_backward, tensors_in
 
@@ -84,14 +84,15 @@ class Activations:
     Whatever takes `activations=` takes one of these, or an `Offload`, or "cpu".
 
     * `offload` is the tier; pass one object to all layers, so that they share its files
-    * `below_bytes`: storages with fewer bytes stay
+    * `below_bytes`: storages with fewer bytes stay. To begin its requests would take longer than to
+      move the bytes
     * `keep` is how many of the calls that came last stay in memory
 
     Raises `ValueError` if these do not fit together.
     """
 
     offload: Offload | str = "cpu"
-    below_bytes: int = 1 << 16
+    below_bytes: int = 1 << 18
     keep: int = 1
 
     def __post_init__(self) -> None:
@@ -167,14 +168,14 @@ class Forward:
         visit = self._visit()
         stored = order.known.get(_storage_of(tensor))
         if stored is None or stored.copy is not None or stored.version != tensor._version:
-            stored = Stored(tensor, visit)
+            stored = Stored(tensor)
             order.known[_storage_of(tensor)] = stored
         visit.add(stored)
         # A tensor with the same count of writes, and without the memory.
-        count = tensor.detach()
-        count.data = tensor.new_empty(0)
-        return Handle(stored, visit, count, tensor._version, tensor.size(), tensor.stride(),
-                      tensor.storage_offset())
+        writes = tensor.detach()
+        writes.data = tensor.new_empty(0)
+        return Handle(stored, visit, writes, tensor._version, tensor.size(), tensor.stride(),
+                      int(tensor.storage_offset()))
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         """
@@ -238,9 +239,9 @@ class Handle(NamedTuple):
     ## What autograd keeps in place of a tensor: how the tensor looks at its storage
     """
 
-    stored: "Stored"
+    stored: Stored
     visit: "Visit"
-    count: torch.Tensor  # empty, of the same data type; a write to the tensor counts in its version
+    writes: torch.Tensor  # empty, of the same data type; its version counts the tensor's writes
     version: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -250,12 +251,12 @@ class Handle(NamedTuple):
         """
         ### The tensor again
         """
-        _refuse_changes(self.visit.label, self.count, self.version, self.size)
+        _refuse_changes(self.visit.label, self.writes, self.version, self.size)
         order.enter(self.visit)
         memory = self.stored.here()
         # Memory that was read begins at a block of the disk, somewhere in its storage.
-        offset = memory.storage_offset() // self.count.itemsize + self.offset
-        tensor = torch.empty(0, dtype=self.count.dtype, device=memory.device)
+        offset = int(memory.storage_offset()) // self.writes.itemsize + self.offset
+        tensor = torch.empty(0, dtype=self.writes.dtype, device=memory.device)
         return tensor.set_(memory.untyped_storage(), offset, self.size, self.stride)
 
 
@@ -264,66 +265,6 @@ def unpack(handle: Handle | Kept) -> torch.Tensor:
     ## Backward needs a saved tensor
     """
     return handle.unpack()
-
-
-class Stored:
-    """
-    ## A storage that autograd has saved, once for all of its views
-
-    Its handles refer to it. With the last one it goes, its memory and its copy.
-    """
-
-    def __init__(self, tensor: torch.Tensor, visit: "Visit"):
-        whole_storage = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        # (bytes,) uint8, device; `None` while only the copy has the values
-        self.memory: torch.Tensor | None = whole_storage.set_(tensor.untyped_storage())
-        self.nbytes = self.memory.nbytes
-        self.version = tensor._version
-        self.copy: Copy | None = None
-        self.is_coming = False
-        # The visits that need it, the first and the last one in forward.
-        self.first = visit
-        self.last = visit
-
-    @property
-    def can_leave(self) -> bool:
-        """
-        ### Whether it is here alone, in memory of the size that it was saved with
-
-        Somebody may free it by resizing and fill it again, as `compression/freeing.py` does.
-        """
-        return (self.copy is None and self.memory is not None
-                and self.memory.untyped_storage().nbytes() == self.nbytes)
-
-    def rest(self) -> None:
-        """
-        ### Free the memory, if there is a copy
-        """
-        if self.copy is not None and self.memory is not None:
-            self.copy.left()
-            self.memory = None
-
-    def come(self) -> int:
-        """
-        ### Begin to bring it back: the bytes that have to be copied
-        """
-        if self.memory is not None or self.is_coming:
-            return 0
-        assert self.copy is not None
-        self.copy.come()
-        self.is_coming = True
-        return self.nbytes
-
-    def here(self) -> torch.Tensor:
-        """
-        ### The memory, `(bytes,)` uint8, on the device
-        """
-        if self.memory is None:
-            self.come()
-            assert self.copy is not None
-            self.memory = self.copy.arrived()
-            self.is_coming = False
-        return self.memory
 
 
 class Visit:
@@ -348,7 +289,8 @@ class Visit:
         ### This call needs a storage
         """
         self.members[id(stored)] = weakref.ref(stored)
-        stored.last = self
+        if stored.visits[-1:] != [self]:
+            stored.visits.append(self)
 
     def alive(self) -> Iterator[Stored]:
         """
@@ -367,7 +309,8 @@ class Visit:
         in memory.
         """
         layer = self.layer()
-        going = [stored for stored in self.alive() if stored.last is self and stored.can_leave]
+        going = [stored for stored in self.alive()
+                 if stored.visits[-1] is self and stored.can_leave]
         if self.has_left or not going or layer is None:
             return
         self.has_left = True
@@ -403,7 +346,7 @@ class Visit:
         * `backward` says that this call went backward, and does not need it again soon
         """
         for stored in self.alive():
-            if (stored.first if backward else stored.last) is self:
+            if stored.visits[0 if backward else -1] is self:
                 stored.rest()
 
     def come(self) -> None:

@@ -1,8 +1,8 @@
 r"""
 # Copies of activations
 
-`Copy` is a storage's copy in CPU memory or in a file, and `Shelf` a file with the copies of one
-call.
+`Stored` is a storage that autograd has saved, `Copy` its copy in CPU memory or in a file, and
+`Shelf` a file with the copies of one call.
 
 A shard's file is made once, for as long as the model lives. Activations come and go in every step,
 and each batch may have other sizes. So a call takes a file from those that earlier calls have given
@@ -114,13 +114,20 @@ class Shelves(Buffers):
             self.idle.remove(max(self.idle, key=lambda idle: idle.file.nbytes))
         return self.make_file(nbytes)
 
-    def write(self, file: File, part: torch.Tensor, at: int, after: torch.Event | None) -> None:
+    def move(self, file: File, write: bool, box: list[torch.Tensor], at: int,
+             after: torch.Event | None) -> None:
         """
-        ### Write a part of an activation, in a thread
+        ### Write a part of a copy, or read it, in a thread
 
-        * `part` is `(bytes,)` uint8, at most a block, in CPU memory
-        * `after` is the event after which it is complete
+        * `box` has the part, `(bytes,)` uint8, at most a block, in CPU memory
+        * `after` is the event after which it may be written
         """
+        # A thread drops its arguments a moment after it is done, and the memory has to be free by
+        # then.
+        part = box.pop()
+        if not write:
+            file.move(False, part, at)
+            return
         if after is not None:
             after.synchronize()
         block = self.blocks.get()
@@ -172,15 +179,71 @@ class Shelf:
         """
         blocks = []
         step = self.shelves.block_bytes
-        submit = self.shelves.workers.submit
         for first in range(0, len(memory), step):
-            part = memory[first : first + step]
-            if write:
-                blocks.append(submit(self.shelves.write, self.file, part, at + first, after))
-            else:
-                blocks.append(submit(self.file.move, False, part, at + first))
+            box = [memory[first : first + step]]
+            blocks.append(self.shelves.workers.submit(
+                self.shelves.move, self.file, write, box, at + first, after))
         self.moving = [block for block in self.moving if not block.done()] + blocks
         return blocks
+
+
+class Stored:
+    """
+    ## A storage that autograd has saved, once for all of its views
+
+    Its handles refer to it. With the last one it goes, its memory and its copy.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        whole_storage = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        # (bytes,) uint8, device; `None` while only the copy has the values
+        self.memory: torch.Tensor | None = whole_storage.set_(tensor.untyped_storage())
+        self.nbytes = self.memory.nbytes
+        self.version = tensor._version
+        self.copy: Copy | None = None
+        self.is_coming = False
+        # Who needs it, in the order of forward.
+        self.visits: list[object] = []
+
+    @property
+    def can_leave(self) -> bool:
+        """
+        ### Whether it is here alone, in memory of the size that it was saved with
+
+        Somebody may free it by resizing and fill it again, as `compression/freeing.py` does.
+        """
+        return (self.copy is None and self.memory is not None
+                and self.memory.untyped_storage().nbytes() == self.nbytes)
+
+    def rest(self) -> None:
+        """
+        ### Free the memory, if there is a copy
+        """
+        if self.copy is not None and self.memory is not None:
+            self.copy.left()
+            self.memory = None
+
+    def come(self) -> int:
+        """
+        ### Begin to bring it back: the bytes that have to be copied
+        """
+        if self.memory is not None or self.is_coming:
+            return 0
+        assert self.copy is not None
+        self.copy.come()
+        self.is_coming = True
+        return self.nbytes
+
+    def here(self) -> torch.Tensor:
+        """
+        ### The memory, `(bytes,)` uint8, on the device
+        """
+        if self.memory is None:
+            self.come()
+            assert self.copy is not None
+            self.memory = self.copy.arrived()
+            self.is_coming = False
+        return self.memory
 
 
 class Copy:
