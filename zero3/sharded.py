@@ -81,8 +81,8 @@ class Sharded(Guarded):
         # The module computes `with saving(arguments):`, which may move what autograd saves.
         self.saving: Callable[[object], AbstractContextManager] = nullcontext
         if activations is not None:
-            from zero3.offload.activations import Saving
-            self.saving = Saving.of(activations, self)
+            from zero3.offload.activations import LayerActivations
+            self.saving = LayerActivations.of(activations, self)
 
     # `Zero3Layer` has the training step.
 

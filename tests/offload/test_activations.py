@@ -5,6 +5,8 @@
 import gc
 import os
 import threading
+from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +19,13 @@ from torch.utils.checkpoint import checkpoint
 from tests import cases, wholes
 from tests.offload.test_tiers import on_a_small_disk
 from tests.ranks import run
+from tests.streams import Accelerator, Line, before
 from zero3 import Offload, Zero3Layer, Zero3Sequential, wrap
 from zero3.estimate.formulas import Moved, activations
 from zero3.estimate.ledger import Ledger
 from zero3.in_flight import in_flight
 from zero3.offload.activations import Activations, Forward, Handle, order
-from zero3.offload.copies import Shelves
+from zero3.offload.copies import Copy, Shelves
 from zero3.offload.disk import File
 
 WIDTH, ROWS = 64, 32
@@ -96,7 +99,7 @@ def test_every_chain_has_the_same_bits_with_its_activations_in_files(world_size,
     Layers called twice, checkpointed inside and outside, frozen, changed in place, with several
     outputs, two graphs at once. Breaks if a storage is read before it is written, taken for another
     one, or given back too early.
-    Proves I1, I8, `Activations`, `Saving`, `Forward.pack`, `Handle.unpack`, `activations.unpack`.
+    Proves I1, I8, `Activations`, `LayerActivations`, `Forward.pack`, `Handle.unpack`, `bring_back`.
     """
     for found, visits, known in run(all_cases, world_size, str(tmp_path)):
         assert {name for name, (same, _) in found.items() if not same} == set()
@@ -268,7 +271,7 @@ def test_at_most_the_last_calls_are_in_memory(keep, tmp_path, monkeypatch):
     Counted over all storages that autograd saves: forward holds exactly what the formula says, and
     backward as much, with the room in which a read finds the beginning of a block. Otherwise all of
     it would be in memory. Breaks if anything refers to what has left.
-    Proves `formulas.activations`, `Stored.rest`, `Order.begin`, `Shelves.move`.
+    Proves `formulas.activations`, `SavedStorage.rest`, `Order.begin`, `Shelves.move`.
     """
     model = chain(to_files(tmp_path, keep=keep), layers=7)
     expected = activations([2 * ONE] * 7, keep).memory_bytes
@@ -363,7 +366,7 @@ class Recomputed(nn.Module):
 def test_of_a_checkpoint_inside_the_layer_only_its_input_is_moved(reentrant, tmp_path):
     """
     DeepSpeed's checkpoint offload. Breaks if the recomputation writes what backward reads at once.
-    Proves `Saving`.
+    Proves `LayerActivations`.
     """
     found = []
     for where in (None, to_files(tmp_path)):
@@ -379,7 +382,7 @@ def test_of_a_checkpoint_inside_the_layer_only_its_input_is_moved(reentrant, tmp
 def test_a_checkpoint_around_layers_goes_on_saving_nothing(tmp_path):
     """
     Its own hooks drop what the layer saves, and ours would take their place.
-    Proves `Saving`.
+    Proves `LayerActivations`.
     """
     model = chain(to_files(tmp_path), 4)
     with Ledger(model) as tape:
@@ -401,7 +404,7 @@ def test_on_the_cpu_the_cpu_tier_keeps_activations_where_they_are(where):
 
 def test_without_gradients_nothing_is_watched(tmp_path):
     """
-    Proves `Saving`.
+    Proves `LayerActivations`.
     """
     model = chain(to_files(tmp_path))
     with Ledger(model) as tape, torch.no_grad():
@@ -430,7 +433,7 @@ def test_a_layer_is_read_while_the_layer_above_goes_backward(tmp_path):
 def test_a_kept_graph_goes_backward_as_often_as_it_is_asked(tmp_path):
     """
     The second pass reads the files again, also the layer that did not have to be read before.
-    Proves `Visit.rest`, `Stored.rest`, `Stored.come`, `Stored.here`.
+    Proves `Visit.rest`, `SavedStorage.rest`, `SavedStorage.come`, `SavedStorage.here`.
     """
     found = []
     for where in (None, to_files(tmp_path)):
@@ -463,7 +466,7 @@ def test_two_graphs_go_backward_in_any_order(first, tmp_path):
 def test_a_graph_that_is_dropped_frees_its_memory_and_its_files(tmp_path):
     """
     By counting references alone: the collector of cycles is off.
-    Proves `Shelf`, `Order`, `Stored`, `Idle`.
+    Proves `Shelf`, `Order`, `SavedStorage`, `Idle`.
     """
     model = chain(to_files(tmp_path))
     files = model.module_list[0].saving.activations.to
@@ -511,7 +514,7 @@ def test_a_saved_tensor_that_was_changed_is_torchs_error(make, write, tmp_path):
     """
     Inside the layer, and after its copy has left. Breaks if backward computes with the old values,
     or with the new ones.
-    Proves `activations.unpack`, `Handle.unpack`.
+    Proves `bring_back`, `Handle.unpack`.
     """
     said = []
     for where in (None, to_files(tmp_path)):
@@ -566,7 +569,7 @@ class Fails(nn.Module):
 def test_after_an_exception_in_a_layer_the_next_step_is_the_same(tmp_path):
     """
     The hooks are gone, and so is what had been saved.
-    Proves `Saving`.
+    Proves `LayerActivations`.
     """
     model = chain(to_files(tmp_path), make=Fails)
     model(batch()).sum().backward()
@@ -711,3 +714,81 @@ def test_options_that_cannot_work_are_refused(options, told):
     if "offload" in options:
         with pytest.raises(ValueError, match=told):
             Zero3Layer(nn.Linear(2, 2), activations=options["offload"])
+
+
+# ------------------------------------------------------------------------------- an accelerator
+
+
+def on_a_device(where, keep_graph=False):
+    """Two steps on an accelerator that is not there: gradients, the tape, and what it found"""
+    real = Copy._copy
+
+    def named(copy, stream, to, memory):
+        device.name(memory, "an activation")
+        real(copy, stream, to, memory)
+
+    with Accelerator() as device, mock.patch.object(Copy, "_copy", named):
+        model = chain(where)
+        for i in range(2):
+            with Ledger(model) as tape:
+                loss = model(batch(i)).sum()
+                loss.backward(retain_graph=keep_graph)
+                if keep_graph:
+                    loss.backward()
+                del loss
+        # A graph that is dropped while copies are in flight.
+        model(batch())
+        found = grads(model)
+    return found, tape, device
+
+
+@pytest.mark.parametrize("keep_graph", [False, True])
+def test_on_an_accelerator_copies_are_ordered_and_nothing_waits_on_the_host(keep_graph):
+    """
+    To pinned memory and back, beside the compute stream. Nothing reads an activation before it is
+    back, and nobody gets the memory of one before it has been copied. Breaks without any of the
+    waits in the table of `copies.py`.
+    Proves `Copy`, `Copy.left`, `Copy.come`, `Copy.arrived`, `SavedStorage.come`, I9.
+    """
+    plain, _, device = on_a_device(None, keep_graph)
+    waits = Counter(device.waits)
+    found, tape, device = on_a_device(Activations("cpu", below_bytes=0), keep_graph)
+    assert equal(plain, found)
+    assert tape.out_bytes == 8 * ONE
+    assert device.problems == []
+    assert Counter(device.waits) == waits
+    # Each copy may run beside something that computes.
+    computes = [op for op in device.log if op.line == "compute" and op.what != "copy_"]
+    copies = [op for op in device.log if op.what == "copy_" and "an activation" in op.names]
+    assert len(copies) == 3 * 8 + 2 * (14 if keep_graph else 6)
+    for one in copies:
+        assert any(not before(one, other) and not before(other, one) for other in computes)
+
+
+def test_from_an_accelerator_to_files(tmp_path):
+    """
+    Through pinned memory, both ways.
+    Proves `Shelf.move`, `Shelves.move`, `Copy.arrived`.
+    """
+    plain, _, _ = on_a_device(None)
+    found, tape, device = on_a_device(to_files(tmp_path))
+    assert equal(plain, found)
+    assert (tape.out_bytes, tape.in_bytes) == (8 * ONE, 6 * ONE)
+    assert device.problems == []
+
+
+@pytest.mark.parametrize("name", ["left", "arrived", "__del__"])
+def test_each_wait_that_is_left_out_is_found(name, monkeypatch):
+    """
+    The test above would see it.
+    Proves `Copy.left`, `Copy.arrived`.
+    """
+    real = getattr(Copy, name)
+
+    def without(copy):
+        with monkeypatch.context() as patch:
+            patch.setattr(Line, "wait_event", lambda *_: None)
+            return real(copy)
+    monkeypatch.setattr(Copy, name, without)
+    _, _, device = on_a_device(Activations("cpu", below_bytes=0))
+    assert device.problems

@@ -67,7 +67,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero3.guards.moments import Guarded
 from zero3.guards.options import expect, whole
-from zero3.offload.copies import Copy, Shelf, Shelves, Stored
+from zero3.offload.copies import Copy, SavedStorage, Shelf, Shelves
 from zero3.offload.disk import whole_blocks
 from zero3.offload.tiers import Offload
 from zero3.watch import in_backward, tensors_in
@@ -109,7 +109,7 @@ class Activations:
         return self.to.tier == "nvme" or (self.to.tier == "cpu" and device.type != "cpu")
 
 
-class Saving:
+class LayerActivations:
     """
     ## A layer's way to save what autograd needs: its forward runs `with saving(inputs):`
     """
@@ -120,7 +120,7 @@ class Saving:
         self.layer = weakref.ref(layer)
 
     @classmethod
-    def of(cls, activations: Activations | Offload | str, layer: Guarded) -> "Saving":
+    def of(cls, activations: Activations | Offload | str, layer: Guarded) -> "LayerActivations":
         """
         ### Turn the argument `activations` of a layer into what the layer calls
         """
@@ -141,9 +141,9 @@ class Saving:
         # Backward follows a recomputation at once. And a checkpoint around the layer saves nothing,
         # by hooks of its own.
         active = _active_hooks(True)
-        if in_backward() or (active is not None and active[1] is not unpack):
+        if in_backward() or (active is not None and active[1] is not bring_back):
             return nullcontext()
-        return saved_tensors_hooks(Forward(self.activations, layer, inputs).pack, unpack)
+        return saved_tensors_hooks(Forward(self.activations, layer, inputs).pack, bring_back)
 
 
 class Forward:
@@ -168,7 +168,7 @@ class Forward:
         visit = self._visit()
         stored = order.known.get(_storage_of(tensor))
         if stored is None or stored.copy is not None or stored.version != tensor._version:
-            stored = Stored(tensor)
+            stored = SavedStorage(tensor)
             order.known[_storage_of(tensor)] = stored
         visit.add(stored)
         # A tensor with the same count of writes, and without the memory.
@@ -239,7 +239,7 @@ class Handle(NamedTuple):
     ## What autograd keeps in place of a tensor: how the tensor looks at its storage
     """
 
-    stored: Stored
+    stored: SavedStorage
     visit: "Visit"
     writes: torch.Tensor  # empty, of the same data type; its version counts the tensor's writes
     version: int
@@ -260,7 +260,7 @@ class Handle(NamedTuple):
         return tensor.set_(memory.untyped_storage(), offset, self.size, self.stride)
 
 
-def unpack(handle: Handle | Kept) -> torch.Tensor:
+def bring_back(handle: Handle | Kept) -> torch.Tensor:
     """
     ## Backward needs a saved tensor
     """
@@ -281,10 +281,10 @@ class Visit:
         self.label = layer.label
         self.number = next(order.numbers)
         # Weakly, because they refer to this object.
-        self.members: dict[int, weakref.ref[Stored]] = {}
+        self.members: dict[int, weakref.ref[SavedStorage]] = {}
         self.has_left = False
 
-    def add(self, stored: Stored) -> None:
+    def add(self, stored: SavedStorage) -> None:
         """
         ### This call needs a storage
         """
@@ -292,7 +292,7 @@ class Visit:
         if stored.visits[-1:] != [self]:
             stored.visits.append(self)
 
-    def alive(self) -> Iterator[Stored]:
+    def alive(self) -> Iterator[SavedStorage]:
         """
         ### The storages that a graph still needs
         """
@@ -380,7 +380,7 @@ class Order:
         self.visits: weakref.WeakValueDictionary[int, Visit] = weakref.WeakValueDictionary()
         self.newest: weakref.ref[Visit] | None = None
         # Storages in memory by the addresses of torch's objects for them.
-        self.known: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
+        self.known: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         # The numbers of the visits that backward has reached, the last two.
         self.entered: list[int] = []
 

@@ -1,7 +1,7 @@
 r"""
 # Copies of activations
 
-`Stored` is a storage that autograd has saved, `Copy` its copy in CPU memory or in a file, and
+`SavedStorage` is a storage that autograd has saved, `Copy` its copy in CPU memory or in a file, and
 `Shelf` a file with the copies of one call.
 
 A shard's file is made once, for as long as the model lives. Activations come and go in every step,
@@ -187,7 +187,7 @@ class Shelf:
         return blocks
 
 
-class Stored:
+class SavedStorage:
     """
     ## A storage that autograd has saved, once for all of its views
 
