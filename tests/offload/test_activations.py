@@ -21,6 +21,7 @@ from tests.offload.test_tiers import on_a_small_disk
 from tests.ranks import run
 from tests.streams import Accelerator, Line, before
 from zero3 import Offload, Zero3Layer, Zero3Sequential, wrap
+from zero3.compression import Prune, compress
 from zero3.estimate.formulas import Moved, activations
 from zero3.estimate.ledger import Ledger
 from zero3.in_flight import in_flight
@@ -99,7 +100,8 @@ def test_every_chain_has_the_same_bits_with_its_activations_in_files(world_size,
     Layers called twice, checkpointed inside and outside, frozen, changed in place, with several
     outputs, two graphs at once. Breaks if a storage is read before it is written, taken for another
     one, or given back too early.
-    Proves I1, I8, `Activations`, `LayerActivations`, `Forward.pack`, `Handle.unpack`, `bring_back`.
+    Proves I1, I8, `Activations`, `LayerActivations`, `LayerActivations.of`,
+    `LayerActivations.__call__`, `Forward.pack`, `Handle.unpack`, `bring_back`.
     """
     for found, visits, known in run(all_cases, world_size, str(tmp_path)):
         assert {name for name, (same, _) in found.items() if not same} == set()
@@ -430,6 +432,59 @@ def test_a_layer_is_read_while_the_layer_above_goes_backward(tmp_path):
 # ------------------------------------------------------------------------- what autograd allows
 
 
+class Views(nn.Module):
+    """Saves views of one storage: turned, sliced, repeated, of another data type, conjugated"""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.linear(x) * 1
+        left, right = y.chunk(2, dim=1)
+        turned = left.t() @ right[3:].narrow(0, 0, 5).repeat(7, 1)[:ROWS]
+        repeated = y[:1].expand(ROWS, WIDTH) * y
+        waves = torch.view_as_complex(y.view(ROWS, WIDTH // 2, 2))
+        spread = (waves.conj() * waves).real.sum(1, keepdim=True)
+        coarse = y.bfloat16().tanh().float() + y.masked_fill(y > 0, 1)
+        return (repeated + turned.sum() + spread + coarse).tanh()
+
+
+def test_each_view_of_a_storage_is_what_it_was(tmp_path):
+    """
+    Breaks if a view is rebuilt with another offset, stride or data type, or if a conjugated one
+    loses its sign.
+    Proves `Handle`, `Kept`, `Forward.pack`.
+    """
+    found = []
+    for where in (None, to_files(tmp_path)):
+        model = chain(where, make=Views)
+        with Ledger(model) as tape:
+            model(batch()).square().mean().backward()
+        found.append(grads(model))
+    assert equal(*found) and tape.in_bytes > 0 and found[0][0].any()
+
+
+def test_memory_that_somebody_frees_and_fills_again_stays(tmp_path):
+    """
+    Compressed weights are freed between forward and backward, by resizing. Breaks if a thread
+    reads such memory, or if backward gets what it held before.
+    Proves `SavedStorage.can_leave`.
+    """
+    found = []
+    for where in (None, to_files(tmp_path)):
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        compress(layers, {f"{i}": [Prune(0.5)] for i in range(4)})
+        model = Zero3Sequential([Zero3Layer(layer, activations=where) for layer in layers])
+        with Ledger(model) as tape:
+            model(batch().requires_grad_()).square().sum().backward()
+        found.append(grads(model))
+    assert equal(*found)
+    # The inputs leave, and no weight.
+    assert {nbytes for _, nbytes in moved(tape, "activations out")} == {ONE}
+
+
 def test_a_kept_graph_goes_backward_as_often_as_it_is_asked(tmp_path):
     """
     The second pass reads the files again, also the layer that did not have to be read before.
@@ -466,7 +521,7 @@ def test_two_graphs_go_backward_in_any_order(first, tmp_path):
 def test_a_graph_that_is_dropped_frees_its_memory_and_its_files(tmp_path):
     """
     By counting references alone: the collector of cycles is off.
-    Proves `Shelf`, `Order`, `SavedStorage`, `Idle`.
+    Proves `Shelf`, `Order`, `SavedStorage`, `Idle`, `Visit`, `Visit.alive`.
     """
     model = chain(to_files(tmp_path))
     files = model.module_list[0].saving.activations.to
@@ -591,7 +646,8 @@ def test_after_an_exception_in_a_layer_the_next_step_is_the_same(tmp_path):
 def test_files_are_used_again_if_they_are_large_enough(tmp_path):
     """
     Four calls leave, so there are four files, as large as the largest batch so far needs.
-    Proves `Shelves.take`, `Shelf.place`, `Offload.disk_bytes`, `Buffers.make_file`.
+    Proves `Shelves`, `Shelves.__init__`, `Shelves.of`, `Shelves.take`, `Shelf.__init__`,
+    `Shelf.place`, `Offload.disk_bytes`, `Buffers.make_file`.
     """
     model = chain(to_files(tmp_path))
     files = model.module_list[0].saving.activations.to
@@ -748,7 +804,8 @@ def test_on_an_accelerator_copies_are_ordered_and_nothing_waits_on_the_host(keep
     To pinned memory and back, beside the compute stream. Nothing reads an activation before it is
     back, and nobody gets the memory of one before it has been copied. Breaks without any of the
     waits in the table of `copies.py`.
-    Proves `Copy`, `Copy.left`, `Copy.come`, `Copy.arrived`, `SavedStorage.come`, I9.
+    Proves `Copy`, `Copy.__init__`, `Copy.left`, `Copy.come`, `Copy.arrived`,
+    `SavedStorage.come`, I9.
     """
     plain, _, device = on_a_device(None, keep_graph)
     waits = Counter(device.waits)
