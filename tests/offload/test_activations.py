@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import zero3
 from tests import cases, wholes
 from tests.offload.test_tiers import on_a_small_disk
 from tests.ranks import run
@@ -359,6 +360,31 @@ def test_parameters_and_buffers_stay(tmp_path):
     assert {nbytes for _, nbytes in moved(tape, "activations out")} == {50 * ONE}
 
 
+def test_a_weight_of_another_unit_stays(tmp_path):
+    """
+    Of four layers, the second one uses the weight of the first. Breaks if a unit takes the
+    parameters of others for activations.
+    Proves `Forward.pack`, `wrap`.
+    """
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    layers[1].weight = layers[0].weight
+    model = wrap(nn.Sequential(*layers), nn.Linear, activations=to_files(tmp_path))
+    for _ in range(2):
+        with Ledger(model) as tape:
+            model(batch()).sum().backward()
+        assert moved(tape, "activations out") == [("1", ONE), ("2", ONE), ("3", ONE)]
+
+
+def test_graphs_of_a_compiled_model_take_no_activations(tmp_path):
+    """
+    They save their tensors outside of the layers.
+    Proves `compiler.model.compile`.
+    """
+    plain = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="compile: `activations`"):
+        zero3.compile(plain, backend="aot_eager", activations=to_files(tmp_path))
+
+
 def test_small_storages_stay(tmp_path):
     """
     By default below a quarter of a MiB.
@@ -646,6 +672,23 @@ def test_double_backward_is_refused_as_without(tmp_path):
     x = batch().requires_grad_()
     with pytest.raises(RuntimeError, match="cannot go backward twice"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def test_a_gradient_penalty_in_full_params_has_the_same_bits(tmp_path):
+    """
+    There a second backward pass is allowed, and it walks the graph of the first one.
+    Proves `Handle.unpack`, `Forward.pack`.
+    """
+    found = []
+    for where in (None, to_files(tmp_path)):
+        model = chain(where)
+        x = batch().requires_grad_()
+        with model.full_params() as params, Ledger(model) as tape:
+            (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(first.square().sum(), [*params.values()],
+                                             allow_unused=True))
+        assert tape.out_bytes == (8 * ONE if where else 0)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True) if a is not None)
 
 
 class Fails(nn.Module):

@@ -4,10 +4,9 @@ r"""
 `Activations` moves the tensors that autograd saves in a layer to CPU memory or to files, and brings
 them back in backward, one layer ahead.
 
-At long sequences activations are most of the memory of a step. Each is written once, in forward,
-and read once, in backward, and the order of reading is the reverse of the order of writing. So a
-layer's activations leave while the next layer computes, and come back while the layer above goes
-backward. **Four layers that save 3 numbers each**, 12 bytes:
+At long sequences activations are most of the memory of a step. Each is read once, in backward, in
+an order that is known. So a layer's activations leave while the next layer computes, and come back
+while the layer above goes backward. **Four layers that save 3 numbers each**, 12 bytes:
 
 | computes | leaves meanwhile | comes back meanwhile | in memory |
 |---|---|---|---|
@@ -39,27 +38,27 @@ keeps the result, and calls `unpack` for it in backward. Here the result is a `H
 | changed in place since | torch's error |
 
 Inside of `torch.utils.checkpoint` autograd saves only what the checkpoint keeps, so only that is
-moved. A checkpoint around the layer stays as it is, and nothing is moved.
+moved. With a checkpoint around the layer nothing is.
 
 [ZeRO-Infinity](https://arxiv.org/abs/2104.07857), section 5.1.2, moves activation checkpoints to
 CPU memory; a file works alike.
 
 **Run this**: `python -m pytest tests/offload/test_activations.py`.
 
-**Not covered, and what that costs**: layers on the CPU have no cheaper memory but files, so the
-tier "cpu" keeps their activations where they are. Tensors of other classes and of other layouts
-stay. A write through `.data` to a saved tensor changes what backward reads in plain PyTorch, and
-here only what has not left. A tensor that somebody else refers to is copied, and no memory is
-freed. `torch.func` inside of the layer raises an error, because torch allows no hooks there. In a
-graph that is kept (`retain_graph`) up to three calls are in memory in backward. Graphs of `compile`
-save their tensors outside of the layers, so it takes no `activations=`.
+**Not covered, and what that costs**: from layers on the CPU only files take activations; the tier
+"cpu" leaves them where they are. Subclasses of tensors, other layouts, and whatever a function
+keeps in its `ctx` without `save_for_backward` stay. A write through `.data` to a tensor that has
+left does not reach backward. A tensor that somebody else refers to is copied, and no memory is
+freed. `torch.func` inside of the layer is an error, because torch allows no hooks there. If a graph
+is kept (`retain_graph`), backward holds up to three calls. Graphs of `compile` save their tensors
+outside of the layers, so it takes no `activations=`.
 """
 
 import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -94,6 +93,7 @@ class Activations:
     offload: Offload | str = "cpu"
     below_bytes: int = 1 << 18
     keep: int = 1
+    to: Offload = field(init=False)
 
     def __post_init__(self) -> None:
         self.to = Offload.of(self.offload)
@@ -167,7 +167,8 @@ class Forward:
             return Kept(tensor, tensor._version, self.layer.label)
         visit = self._visit()
         stored = order.known.get(_storage_of(tensor))
-        if stored is None or stored.copy is not None or stored.version != tensor._version:
+        # Once it has left, its values may change: torch counts the writes of some views apart.
+        if stored is None or stored.copy is not None:
             stored = SavedStorage(tensor)
             order.known[_storage_of(tensor)] = stored
         visit.add(stored)

@@ -35,9 +35,10 @@ On the way back threads read into pinned memory, and the fetch stream copies it 
 
 **Run this**: `python -m pytest tests/offload/test_activations.py -k files`.
 
-**Not covered, and what that costs**: files are kept at the largest sizes that were needed until
-their `Offload` is gone. From a file to an accelerator the second copy starts only when the
-activation is needed, so it overlaps nothing.
+**Not covered, and what that costs**: files keep the largest sizes that were needed, until their
+`Offload` is gone. From a file to an accelerator the second copy starts only when the activation is
+needed, so it overlaps nothing. Pinned memory is torch's, which rounds each storage up to a power of
+two.
 """
 
 import concurrent.futures
@@ -199,7 +200,6 @@ class SavedStorage:
         # (bytes,) uint8, device; `None` while only the copy has the values
         self.memory: torch.Tensor | None = whole_storage.set_(tensor.untyped_storage())
         self.nbytes = self.memory.nbytes
-        self.version = tensor._version
         self.copy: Copy | None = None
         self.is_coming = False
         # Who needs it, in the order of forward.
