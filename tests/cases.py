@@ -553,7 +553,7 @@ def place(mesh=None):
     return ranks.index(dist.get_rank()), len(ranks)
 
 
-def train_both(name, steps=3, check=None, optimizer=None, offload=None, mesh=None):
+def train_both(name, steps=3, check=None, optimizer=None, offload=None, mesh=None, **more):
     """
     ## Train a case plain and sharded; return the largest difference of any parameter
 
@@ -561,6 +561,7 @@ def train_both(name, steps=3, check=None, optimizer=None, offload=None, mesh=Non
     * `optimizer(model, **options)` makes the sharded model's, in place of AdamW on its shards
     * `offload` says where its layers' shards rest
     * `mesh` has the ranks that train it, left out all; it may be `Links`
+    * `more` is handed to each layer
     """
     rank, world_size = place(mesh)
     case = CASES[name]()
@@ -569,7 +570,7 @@ def train_both(name, steps=3, check=None, optimizer=None, offload=None, mesh=Non
     # Other ranks are born with other weights: rank 0's have to win.
     torch.manual_seed(rank)
     wrap = getattr(case, "wrap", Zero3Layer)
-    model = Zero3Sequential([wrap(layer.double(), offload=offload, mesh=mesh)
+    model = Zero3Sequential([wrap(layer.double(), offload=offload, mesh=mesh, **more)
                              for layer in case.layers()])
     # An epsilon of this size lets a wrong scale of the gradient show in the weights.
     options = {"lr": 0.05, "eps": 1e-3, "weight_decay": case.weight_decay}

@@ -52,6 +52,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import zero3.comm.collectives
 from zero3.guards.freed import METADATA, FreedParameter
+from zero3.offload.activations import Forward
 from zero3.offload.in_file import InFile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -397,6 +398,16 @@ class Accelerator:
 
         return start
 
+    def answered(self, real: Callable) -> Callable:
+        """
+        ### A hook that runs inside of an operation, where nobody answers for a tensor's device
+        """
+        def call(*args: Any) -> Any:
+            with _Places(self):
+                return real(*args)
+
+        return call
+
     def moved(self, real: Callable) -> Callable:
         def end(storage: InFile, event: str) -> None:
             if storage.moving[event]:
@@ -449,6 +460,7 @@ class Accelerator:
         self.replace(comm, "all_to_all_single",
                      self.collective(comm.all_to_all_single, "all-to-all"))
         self.replace(dist, "batch_isend_irecv", self.messages(dist.batch_isend_irecv))
+        self.replace(Forward, "pack", self.answered(Forward.pack))
         self.replace(InFile, "_start", self.moves(InFile._start))
         self.replace(InFile, "_end", self.moved(InFile._end))
         if hasattr(comm, "streams"):

@@ -47,11 +47,11 @@ ROWS = (
     {"train"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 982, "checkpoint": 1409, "comm": 1001, "compiler": 1046, "compression": 896,
-        "estimate": 702, "guards": 568, "inject": 756, "offload": 595, "optimizer": 1217,
-        "pipeline": 935, "train": 944, "whole_model": 977}
+MOST = {"": 986, "checkpoint": 1409, "comm": 1001, "compiler": 1046, "compression": 896,
+        "estimate": 716, "guards": 568, "inject": 756, "offload": 970, "optimizer": 1219,
+        "pipeline": 937, "train": 944, "whole_model": 980}
 # What the heart reaches by its imports, in lines of code.
-MOST_REACHED = 1497
+MOST_REACHED = 1499
 MOST_ANY = 290
 # The map imports by name what somebody asks for, and `offload` has a command line.
 LAZY = {"__init__"}

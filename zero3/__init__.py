@@ -27,6 +27,8 @@ is `minimal.py` grown up. Those with "more" can be skipped.
 | more | `offload/encoded.py` | frozen weights that rest in 8 or 4 bits |
 | more | `offload/in_file.py` | tensors in a file, read ahead |
 | more | `offload/disk.py` | reads and writes past the page cache |
+| more | `offload/activations.py` | activations that rest elsewhere |
+| more | `offload/copies.py` | copies of activations, in pinned memory and in files |
 | more | `offload/tensors.py` | safetensors files, written tensor by tensor |
 | more | `offload/memory.py` | pinned CPU memory |
 | more | `offload/bench.py` | the speed of a disk |

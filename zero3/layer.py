@@ -67,7 +67,7 @@ from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in
 
 if TYPE_CHECKING:
     from zero3.comm.links import Links
-    from zero3.offload.tiers import Offload
+    from zero3.offload.activations import Activations, Offload
 
 
 class Zero3Layer(Sharded):
@@ -80,7 +80,8 @@ class Zero3Layer(Sharded):
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
                  device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-                 offload: Offload | str | None = None, mesh: DeviceMesh | Links | None = None):
+                 offload: Offload | str | None = None, mesh: DeviceMesh | Links | None = None,
+                 activations: Activations | Offload | str | None = None):
         """
         ### Shard a module
 
@@ -94,6 +95,8 @@ class Zero3Layer(Sharded):
         * `offload` says where the shards rest, as an `Offload` or as "cpu"; left out, on the device
         * `mesh` has the ranks that share the layer, as a mesh or as `Links` (see `comm/mesh.py` and
           `comm/links.py`); left out, all ranks share it
+        * `activations` says where the tensors go that autograd saves in the layer, as an `Offload`,
+          as "cpu" or as `Activations`; left out, they stay (see `offload/activations.py`)
 
         Raises `TypeError` if `module` is not an `nn.Module` or `rank` not an integer, and
         `ValueError` if `offload` names no known place. Raises `RuntimeError` if the module
@@ -105,7 +108,7 @@ class Zero3Layer(Sharded):
 
         This is section 5.3 of the paper. Keeps I2 (only shards at rest) and I5 (zero padding).
         """
-        super().__init__(module)
+        super().__init__(module, activations)
         self.comm = communicator(rank, world_size, mesh)
         self.offload = storage_factory(offload)
         self.reducer = Reducer(self.comm)
@@ -313,7 +316,7 @@ class Zero3Layer(Sharded):
         try:
             args, kwargs = self.watch.inputs(call, args, kwargs)
             # Inside the module, `self.parameters()` yields the full parameters.
-            with self.guard:
+            with self.guard, self.saving((args, kwargs)):
                 output = self.module(*args, **kwargs)
             # A module may also keep a tensor as an attribute, an auxiliary loss for instance.
             outputs = list(tensors_in((output, self.module)))
@@ -580,7 +583,7 @@ class Zero3Sequential(ShardedModel):
 
 # ## What later chapters replace
 #
-# Each later chapter hands a layer another part. There are six such places, the *seams*:
+# Each later chapter hands a layer another part. There are seven such places, the *seams*:
 #
 # | seam | here | a later chapter hands in |
 # |---|---|---|
@@ -589,6 +592,7 @@ class Zero3Sequential(ShardedModel):
 # | schedule: `layer.schedule` | the neighbours in a chain | the order of the last step |
 # | gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | an fp32 copy; buckets |
 # | listener: `layer.listener` | nobody listens | `Ledger`, which records a run |
+# | saving: `layer.saving` | autograd keeps what it saves | CPU memory, or a file |
 # | guards: `guards`, `layer.guard` | | errors in place of wrong numbers |
 #
 # **Not covered, and what that costs**:

@@ -23,8 +23,8 @@ $$\lVert g \rVert = \sqrt{\sum_{r=0}^{N-1} \lVert g^{(r)} \rVert^2}$$
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +41,7 @@ from zero3.watch import Watch
 
 if TYPE_CHECKING:
     from zero3.comm.links import Links
-    from zero3.offload.tiers import Offload
+    from zero3.offload.activations import Activations, Offload
 
 
 class Sharded(Guarded):
@@ -65,9 +65,11 @@ class Sharded(Guarded):
     cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
                     "wrapped; and build the optimizer afterwards")
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, activations: Activations | Offload | str | None = None):
         """
         ### Take a module
+
+        * `activations` is as for `Zero3Layer`
         """
         super().__init__()
         self.module = module
@@ -76,6 +78,11 @@ class Sharded(Guarded):
         # `Zero3Sequential` sets these. A layer that is in a chain twice has two next layers.
         self.prev_layer: list[Sharded] = []
         self.next_layer: list[Sharded] = []
+        # The module computes `with saving(arguments):`, which may move what autograd saves.
+        self.saving: Callable[[object], AbstractContextManager] = nullcontext
+        if activations is not None:
+            from zero3.offload.activations import LayerActivations
+            self.saving = LayerActivations.of(activations, self)
 
     # `Zero3Layer` has the training step.
 

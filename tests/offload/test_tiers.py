@@ -660,9 +660,9 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(bad, why, tmp
         assert why in error and "on rank 1" in error
 
 
-def on_a_small_disk(test):
-    """Run a function of this file in a mount of its own, of 1 MiB."""
-    code = f"from tests.offload import test_tiers as t; t.{test}()"
+def on_a_small_disk(test, module="tests.offload.test_tiers"):
+    """Run a function of a test's file in a mount of its own, of 1 MiB."""
+    code = f"import {module} as t; t.{test}()"
     script = f'mount -t tmpfs -o size=1m none "$0" && cd "$0" && "$1" -c "{code}"'
     with_path = {**os.environ, "PYTHONPATH": os.getcwd()}
     folder = "/mnt"

@@ -466,7 +466,7 @@ def test_nodes_give_the_same_bits():
     """
     All ranks of all nodes share the owners, and neighbouring parts of a parameter are on different
     nodes. Breaks if a piece goes to the rank with the number of its part.
-    Proves I8, `LinkedCommunicator.sharing`, `Communicator.sharing`.
+    Proves I8, `LinkedCommunicator.sharing`, `ranks_of_parts`.
     """
     assert run(on_nodes, 4) == [[[]] * 3] * 4
 

@@ -127,13 +127,6 @@ class Communicator(Peers):
         # The number of the model, on which the ranks agreed when they met to shard.
         self.met = 0
 
-    @property
-    def sharing(self) -> Group:
-        """
-        ### The ranks that share each shard, in the order of their parts
-        """
-        return self.group
-
     # -------------------------------------------------------------------------------- collectives
 
     def all_gather(self, sender: Sender, pairs: Pairs, exact: bool = True) -> Transfer:

@@ -177,6 +177,13 @@ def _works(encoding: Encoding) -> bool:
         return False
 
 
+def ranks_of_parts(comm: Communicator) -> Group:
+    """
+    ## The ranks that share each shard, in the order of their parts
+    """
+    return comm.sharing if isinstance(comm, LinkedCommunicator) else comm.group
+
+
 class LinkedCommunicator(Communicator):
     r"""
     ## A communicator that knows nodes and encodings

@@ -20,9 +20,9 @@ $$\text{live} = \sum_{\text{distinct storages } s} \text{bytes}(s)
 
 **Run this**: `make train`; its table and `tape.png` are drawn from a `Ledger`.
 
-**Not covered, and what that costs**: activations, and memory that is taken and given back between
-two events. On an accelerator times are the host's, which queues the work long before the device
-does it.
+**Not covered, and what that costs**: activations in memory, and memory that is taken and given back
+between two events. On an accelerator times are the host's, which queues the work long before the
+device does it.
 """
 
 import time
@@ -86,6 +86,8 @@ class Ledger:
     | read, arrived | reading from a file starts; it has ended |
     | write, written | writing to a file starts; it has ended |
     | buffers | the buffers between files and memory are made, larger than those so far |
+    | activations out | what autograd has saved in a layer begins to leave, for another tier |
+    | activations in | it begins to come back |
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
@@ -105,6 +107,8 @@ class Ledger:
         self.peak_live_bytes = 0
         self.read_bytes = 0  # from files
         self.written_bytes = 0  # to files
+        self.out_bytes = 0  # of activations that left
+        self.in_bytes = 0  # of activations that came back
         self._steps = 0  # those that have begun and not ended
 
     def __enter__(self) -> "Ledger":
@@ -161,6 +165,10 @@ class Ledger:
             self.read_bytes += nbytes
         if event == "write":
             self.written_bytes += nbytes
+        if event == "activations out":
+            self.out_bytes += nbytes
+        if event == "activations in":
+            self.in_bytes += nbytes
         now_s = time.perf_counter() - self._start_s
         self.events.append(Event(now_s, sender.comm.global_rank, sender.label, self._phase(),
                                  event, tier, nbytes, live_bytes, sent_bytes,

@@ -84,10 +84,7 @@ class Buffers:
         made = None
         problem = ""
         try:
-            made = File(self.folder, nbytes, self.direct)
-            self.files.add(made)
-            if allow_more_files(made.fd) < SPARE_FILES:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            made = self.make_file(nbytes)
         except OSError as error:
             problem = f"{error}"
         owner.comm.agree(owner, f"cannot offload to {self.folder}",
@@ -96,6 +93,16 @@ class Buffers:
                          "write to it, choose one on a larger disk, or raise the hard limit "
                          "on open files (`ulimit -Hn`) before the start")
         return made  # type: ignore[return-value]
+
+    def make_file(self, nbytes: int) -> File:
+        """
+        ### Make a file, or raise `OSError` on this rank alone
+        """
+        made = File(self.folder, nbytes, self.direct)
+        if allow_more_files(made.fd) < SPARE_FILES:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        self.files.add(made)
+        return made
 
     def borrow(self, borrower: "InFile") -> torch.Tensor:
         """

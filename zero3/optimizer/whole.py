@@ -74,6 +74,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero3.comm.collectives import Communicator, Transfer
+from zero3.comm.links import ranks_of_parts
 from zero3.comm.order import Sender, node_of
 from zero3.comm.parts import part_of
 from zero3.flat import Slot
@@ -335,7 +336,7 @@ class Owners:
         All ranks call it. Two ranks list what they exchange in the same order.
         """
         comm = self.comm
-        sharing = comm.sharing
+        sharing = ranks_of_parts(comm)
         there: Messages = []
         here: Messages = []
         nbytes = 0

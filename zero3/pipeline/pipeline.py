@@ -63,6 +63,7 @@ from zero3.comm.collectives import ALONE, Communicator
 from zero3.comm.mesh import Group, groups_of
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect, same
+from zero3.offload.activations import Activations
 from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.pipeline.channels import Channels, Fault, Sent, Tree
@@ -100,7 +101,8 @@ class Pipeline(ShardedModel):
                  stages: list[int] | None = None,
                  per_rank: int = 1,
                  gathers: str = "stage",
-                 offload: Offload | str | None = None):
+                 offload: Offload | str | None = None,
+                 activations: Activations | Offload | str | None = None):
         """
         ### Cut a model into stages, and shard those of this rank
 
@@ -113,7 +115,8 @@ class Pipeline(ShardedModel):
         * `micro_batches` is the number of parts of a batch
         * `stages` has the number of layers of each stage; left out, they are balanced by parameters
         * `per_rank` is the number of stages on each rank, if `stages` is left out
-        * `offload` says where shards rest, as for `Zero3Layer`
+        * `offload` says where shards rest, and `activations` where that goes which autograd saves,
+          as for `Zero3Layer`; so micro-batches that wait for backward take less memory
 
         Raises `ValueError` for an impossible mesh, schedule or cut, and whatever `Zero3Layer`
         raises.
@@ -148,7 +151,8 @@ class Pipeline(ShardedModel):
 
         line.broadcast(tensor for layer in layers
                        for tensor in (*layer.parameters(), *layer.buffers()))
-        make = partial(StageLayer, mesh=mesh[mesh.mesh_dim_names[1:]])  # type: ignore[index]
+        shared_by = mesh[mesh.mesh_dim_names[1:]]  # type: ignore[index]
+        make = partial(StageLayer, mesh=shared_by, activations=activations)
         self._build(plan, make, Offload.of(offload))
         self._connect(line.group, mesh)
         self._free_others(plan)

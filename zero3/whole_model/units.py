@@ -75,6 +75,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero3.comm.links import Links
 from zero3.guards.contents import uncompiled
 from zero3.layer import Zero3Layer
+from zero3.offload.activations import Activations
 from zero3.offload.tiers import Offload
 from zero3.schedule import Alone
 from zero3.sharded import Sharded
@@ -176,7 +177,8 @@ class Unit(StandIn, Zero3Layer):
                     "it again and build the optimizer again")
 
     def __init__(self, module: nn.Module, order: "TracedOrder", path: str, leaf: bool,
-                 device: torch.device, offload: Offload | None, mesh: DeviceMesh | Links | None):
+                 device: torch.device, offload: Offload | None, mesh: DeviceMesh | Links | None,
+                 activations: Activations | Offload | str | None = None):
         """
         ### Shard a module
 
@@ -186,7 +188,8 @@ class Unit(StandIn, Zero3Layer):
         The rest is as for `Zero3Layer`. Keeps the layer's invariants; I2 only if it is not
         persistent.
         """
-        super().__init__(module, device=device, offload=offload, mesh=mesh)
+        super().__init__(module, device=device, offload=offload, mesh=mesh,
+                         activations=activations)
         self.order = order
         self.schedule = order
         self.path = path

@@ -68,6 +68,7 @@ from zero3.guards.contents import Known, stray, uncompiled
 from zero3.guards.options import MOST, expect, whole
 from zero3.guards.shard_gradients import grad_of
 from zero3.layer import Zero3Layer
+from zero3.offload.activations import Activations
 from zero3.offload.tiers import Offload
 from zero3.optimizer.steps import after_steps
 from zero3.sharded import Sharded, ShardedModel, communicator
@@ -92,11 +93,12 @@ class Zero3Model(StandIn, ShardedModel):
     def __init__(self, model: nn.Module, layer_classes: tuple[type, ...],
                  leaf_classes: tuple[type, ...], source: Source, prefetch_numel: int | None,
                  max_live_numel: int | None, persist_below_numel: int, bucket_numel: int,
-                 offload: Offload, mesh: DeviceMesh | Links | None):
+                 offload: Offload, mesh: DeviceMesh | Links | None,
+                 activations: Activations | Offload | str | None):
         super().__init__()
         self.comm = communicator(mesh=mesh)
         self.order = TracedOrder()
-        wrapping = _Wrapping(self, model, source, offload, mesh)
+        wrapping = _Wrapping(self, model, source, offload, mesh, activations)
         self.units: list[Unit] = wrapping.units_of(layer_classes, leaf_classes)
         # Units that stand for no module. Here the model finds their shards.
         self.beside = nn.ModuleList(u for u in self.units if isinstance(u.module, Together))
@@ -422,6 +424,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
          init: Callable[[nn.Module], Any] | None = None,
          checkpoint: str | Path | None = None,
          mesh: DeviceMesh | Links | None = None,
+         activations: Activations | Offload | str | None = None,
          kind: Callable[..., Zero3Model] = Zero3Model) -> Zero3Model:
     """
     ## Shard a whole model, in place
@@ -445,6 +448,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
     * `seed`, `init` and `checkpoint` are as for `Source`
     * `mesh` has the ranks that share the model, and in a second dimension its replicas or its nodes
       (see `mesh.py`), or is a `Links`; left out, all ranks share it
+    * `activations` says where the tensors go that autograd saves, as for `Zero3Layer`; left out,
+      they stay
     * `kind` is the class of the result; `zero3.compile` passes another one
 
     Raises `TypeError` or `ValueError` for an impossible argument, before anything changes. Raises
@@ -471,7 +476,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
                     getattr(model, "_init_weights", None))
     return kind(model, classes_of(layer_classes), classes_of(leaf_classes), source,
                 prefetch_numel, max_live_numel, persist_below_numel, bucket_numel,
-                Offload.of(offload), mesh)
+                Offload.of(offload), mesh, activations)
 
 
 class _Wrapping:
@@ -480,12 +485,14 @@ class _Wrapping:
     """
 
     def __init__(self, owner: Zero3Model, model: nn.Module, source: Source, offload: Offload,
-                 mesh: DeviceMesh | Links | None):
+                 mesh: DeviceMesh | Links | None,
+                 activations: Activations | Offload | str | None):
         self.owner = owner
         self.model = model
         self.source = source
         self.offload = offload
         self.mesh = mesh
+        self.activations = activations
         self.layout: dict[nn.Module, list[str]] = {}
         # All names of each parameter in the plain model.
         self.names: dict[torch.Tensor, list[str]] = {}
@@ -566,7 +573,7 @@ class _Wrapping:
         for _, m, name in ties:
             del vars(m)[name]
         unit = self.owner.unit_class(module, self.owner.order, path, leaf, self.source.device,
-                                     self.offload, self.mesh)
+                                     self.offload, self.mesh, self.activations)
         if unit.flats:
             # The streams of a communicator are those of its parameters' device.
             self.owner.comm = unit.comm

@@ -1,0 +1,451 @@
+r"""
+# Activations that rest elsewhere
+
+`Activations` moves the tensors that autograd saves in a layer to CPU memory or to files, and brings
+them back in backward, one layer ahead.
+
+At long sequences activations are most of the memory of a step. Each is read once, in backward, in
+an order that is known. So a layer's activations leave while the next layer computes, and come back
+while the layer above goes backward. **Four layers that save 3 numbers each**, 12 bytes:
+
+| computes | leaves meanwhile | comes back meanwhile | in memory |
+|---|---|---|---|
+| forward of layer 0 | | | 12 |
+| forward of layer 1 | 0 | | 24 |
+| forward of layer 2 | 1 | | 24 |
+| forward of layer 3 | 2 | | 24 |
+| backward of layer 3 | | 2, which is still here | 24 |
+| backward of layer 2 | | 1 | 24 |
+| backward of layer 1 | | 0 | 24 |
+| backward of layer 0 | | | 12 |
+
+Without it, 48 bytes are in memory after forward. The last layer stays, because backward begins with
+it. With $n$ layers that save $A_\ell$ bytes, and `keep` layers that stay:
+
+$$\text{out} = \sum_{\ell < n - \text{keep}} A_\ell \qquad
+\text{in} = \sum_{\ell < n - \text{keep} - 1} A_\ell \qquad
+\text{in memory} \le \max_\ell \sum_{i = \ell}^{\ell + \text{keep}} A_i$$
+
+torch offers what is needed: `saved_tensors_hooks` calls `pack` for each tensor that autograd saves,
+keeps the result, and calls `unpack` for it in backward. Here the result is a `Handle`.
+
+| a saved tensor | |
+|---|---|
+| a view of a flat parameter, or of a buffer of the module | stays: it is the model's |
+| of a storage below `below_bytes` | stays |
+| the second view of a storage | shares the copy of the first |
+| the input of the next layer that this one has saved | leaves with the next layer, once |
+| changed in place since | torch's error |
+
+Inside of `torch.utils.checkpoint` autograd saves only what the checkpoint keeps, so only that is
+moved. With a checkpoint around the layer nothing is.
+
+[ZeRO-Infinity](https://arxiv.org/abs/2104.07857), section 5.1.2, moves activation checkpoints to
+CPU memory; a file works alike.
+
+**Run this**: `python -m pytest tests/offload/test_activations.py`.
+
+**Not covered, and what that costs**: from layers on the CPU only files take activations; the tier
+"cpu" leaves them where they are. Subclasses of tensors, other layouts, and whatever a function
+keeps in its `ctx` without `save_for_backward` stay. A write through `.data` to a tensor that has
+left does not reach backward. A tensor that somebody else refers to is copied, and no memory is
+freed. `torch.func` inside of the layer is an error, because torch allows no hooks there. If a graph
+is kept (`retain_graph`), backward holds up to three calls. Graphs of `compile` save their tensors
+outside of the layers, so it takes no `activations=`.
+"""
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from zero3.guards.moments import Guarded
+from zero3.guards.options import expect, whole
+from zero3.offload.copies import Copy, SavedStorage, Shelf, Shelves
+from zero3.offload.disk import whole_blocks
+from zero3.offload.tiers import Offload
+from zero3.watch import in_backward, tensors_in
+
+# The hooks that are active on this thread: those of the innermost `with`.
+_active_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+@dataclass(eq=False)
+class Activations:
+    """
+    ## Where the activations of a layer rest, and which of them
+
+    Whatever takes `activations=` takes one of these, or an `Offload`, or "cpu".
+
+    * `offload` is the tier; pass one object to all layers, so that they share its files
+    * `below_bytes`: storages with fewer bytes stay. To begin its requests would take longer than to
+      move the bytes
+    * `keep` is how many of the calls that came last stay in memory
+
+    Raises `ValueError` if these do not fit together.
+    """
+
+    offload: Offload | str = "cpu"
+    below_bytes: int = 1 << 18
+    keep: int = 1
+    to: Offload = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.to = Offload.of(self.offload)
+        for name, least in (("below_bytes", 0), ("keep", 1)):
+            value = getattr(self, name)
+            expect(whole(value, least), "Activations", f"`{name}`, a whole number of at least "
+                   f"{least}", repr(value), "pass one")
+
+    def moves_from(self, device: torch.device) -> bool:
+        """
+        ### Whether the tier is another memory than that of a layer on `device`
+        """
+        return self.to.tier == "nvme" or (self.to.tier == "cpu" and device.type != "cpu")
+
+
+class LayerActivations:
+    """
+    ## A layer's way to save what autograd needs: its forward runs `with saving(inputs):`
+    """
+
+    def __init__(self, activations: Activations, layer: Guarded):
+        self.activations = activations
+        # Weakly, because the layer refers to this object.
+        self.layer = weakref.ref(layer)
+
+    @classmethod
+    def of(cls, activations: Activations | Offload | str, layer: Guarded) -> "LayerActivations":
+        """
+        ### Turn the argument `activations` of a layer into what the layer calls
+        """
+        if not isinstance(activations, Activations):
+            activations = Activations(activations)
+        return cls(activations, layer)
+
+    def __call__(self, inputs: object) -> AbstractContextManager:
+        """
+        ### Watch what autograd saves
+
+        * `inputs` are the arguments of the call, in any nest
+        """
+        layer = self.layer()
+        assert layer is not None
+        if not (torch.is_grad_enabled() and self.activations.moves_from(layer.device)):
+            return nullcontext()
+        # Backward follows a recomputation at once. And a checkpoint around the layer saves nothing,
+        # by hooks of its own.
+        active = _active_hooks(True)
+        if in_backward() or (active is not None and active[1] is not bring_back):
+            return nullcontext()
+        return saved_tensors_hooks(Forward(self.activations, layer, inputs).pack, bring_back)
+
+
+class Forward:
+    """
+    ## One forward call of a layer, which packs what autograd saves
+    """
+
+    def __init__(self, activations: Activations, layer: Guarded, inputs: object):
+        self.activations = activations
+        self.layer = layer
+        self.visit: Visit | None = None
+        self.inputs = {_storage_of(tensor) for tensor in tensors_in(inputs)}
+        # The model holds this memory whether autograd saves it or not.
+        self.own = {_storage_of(tensor) for tensor in _held_by(layer)}
+
+    def pack(self, tensor: torch.Tensor) -> "Handle | Kept":
+        """
+        ### Autograd saves a tensor: give it a handle instead
+        """
+        if self._stays(tensor):
+            return Kept(tensor, tensor._version, self.layer.label)
+        visit = self._visit()
+        stored = order.known.get(_storage_of(tensor))
+        # Once it has left, its values may change: torch counts the writes of some views apart.
+        if stored is None or stored.copy is not None:
+            stored = SavedStorage(tensor)
+            order.known[_storage_of(tensor)] = stored
+        visit.add(stored)
+        # A tensor with the same count of writes, and without the memory.
+        writes = tensor.detach()
+        writes.data = tensor.new_empty(0)
+        return Handle(stored, visit, writes, tensor._version, tensor.size(), tensor.stride(),
+                      int(tensor.storage_offset()))
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        """
+        #### Whether a saved tensor stays as it is
+        """
+        is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+        if not is_plain or tensor.device != self.layer.device or tensor.is_quantized:
+            return True
+        if tensor.is_conj() or tensor.is_neg():
+            return True
+        if tensor.untyped_storage().nbytes() < max(1, self.activations.below_bytes):
+            return True
+        return _storage_of(tensor) in self.own or self._is_borrowed(tensor)
+
+    def _is_borrowed(self, tensor: torch.Tensor) -> bool:
+        """
+        #### Whether it is a parameter of another unit
+
+        A unit learns while it computes whose parameters it uses.
+        """
+        units = getattr(self.layer, "externals", ())
+        return any(_storage_of(tensor) == _storage_of(flat.full)
+                   for unit in units for flat in unit.flats)
+
+    def _visit(self) -> "Visit":
+        """
+        #### The visit that tensors are saved in now
+
+        If a layer inside this one has saved something since, a new one begins.
+        """
+        if self.visit is None or order.newest is None or order.newest() is not self.visit:
+            self.visit = Visit(self.activations, self.layer)
+            for key in self.inputs:
+                # This call still refers to it. It leaves with this one.
+                stored = order.known.get(key)
+                if stored is not None and stored.copy is None:
+                    self.visit.add(stored)
+            order.begin(self.visit)
+        return self.visit
+
+
+class Kept(NamedTuple):
+    """
+    ## A tensor that stays
+    """
+
+    tensor: torch.Tensor
+    version: int  # its count of writes when it was saved
+    label: str  # of the layer
+
+    def unpack(self) -> torch.Tensor:
+        """
+        ### The tensor, unless it has been written to since
+        """
+        _refuse_changes(self.label, self.tensor, self.version, self.tensor.size())
+        return self.tensor
+
+
+class Handle(NamedTuple):
+    """
+    ## What autograd keeps in place of a tensor: how the tensor looks at its storage
+    """
+
+    stored: SavedStorage
+    visit: "Visit"
+    writes: torch.Tensor  # empty, of the same data type; its version counts the tensor's writes
+    version: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # elements
+
+    def unpack(self) -> torch.Tensor:
+        """
+        ### The tensor again
+        """
+        _refuse_changes(self.visit.label, self.writes, self.version, self.size)
+        order.enter(self.visit)
+        memory = self.stored.here()
+        # Memory that was read begins at a block of the disk, somewhere in its storage.
+        offset = int(memory.storage_offset()) // self.writes.itemsize + self.offset
+        tensor = torch.empty(0, dtype=self.writes.dtype, device=memory.device)
+        return tensor.set_(memory.untyped_storage(), offset, self.size, self.stride)
+
+
+def bring_back(handle: Handle | Kept) -> torch.Tensor:
+    """
+    ## Backward needs a saved tensor
+    """
+    return handle.unpack()
+
+
+class Visit:
+    """
+    ## What one call of a layer has saved
+
+    A unit with units inside has several: before the first of them, between them, and after the
+    last.
+    """
+
+    def __init__(self, activations: Activations, layer: Guarded):
+        self.activations = activations
+        self.layer = weakref.ref(layer)
+        self.label = layer.label
+        self.number = next(order.numbers)
+        # Weakly, because they refer to this object.
+        self.members: dict[int, weakref.ref[SavedStorage]] = {}
+        self.has_left = False
+
+    def add(self, stored: SavedStorage) -> None:
+        """
+        ### This call needs a storage
+        """
+        self.members[id(stored)] = weakref.ref(stored)
+        if stored.visits[-1:] != [self]:
+            stored.visits.append(self)
+
+    def alive(self) -> Iterator[SavedStorage]:
+        """
+        ### The storages that a graph still needs
+        """
+        for ref in self.members.values():
+            stored = ref()
+            if stored is not None:
+                yield stored
+
+    def leave(self) -> None:
+        """
+        ### Begin to copy, once
+
+        Raises `RuntimeError` if the disk is full. Nothing is lost then, because all of it is still
+        in memory.
+        """
+        layer = self.layer()
+        going = [stored for stored in self.alive()
+                 if stored.visits[-1] is self and stored.can_leave]
+        if self.has_left or not going or layer is None:
+            return
+        self.has_left = True
+        shelf = self._shelf(layer, sum(whole_blocks(stored.nbytes) for stored in going))
+        for stored in going:
+            assert stored.memory is not None
+            stored.copy = Copy(layer, stored.memory, shelf)
+        self._record("activations out", sum(stored.nbytes for stored in going))
+
+    def _shelf(self, layer: Guarded, nbytes: int) -> Shelf | None:
+        """
+        #### A file for the copies, if they go to one
+        """
+        offload = self.activations.to
+        if offload.tier != "nvme":
+            return None
+        try:
+            return Shelf(Shelves.of(offload, layer), nbytes)
+        except OSError as error:
+            what = ("has no room for its activations", f"{nbytes:,} bytes in {offload.folder}",
+                    error, "free some space, choose a folder on a larger disk, or train with "
+                    "smaller batches or without `activations=`")
+            if layer.comm.group.size > 1:
+                # The other ranks would wait for this one.
+                layer.comm.fail(layer, *what)
+            layer.expect(False, *what)
+        return None
+
+    def rest(self, backward: bool) -> None:
+        """
+        ### Free the memory of what has been copied
+
+        * `backward` says that this call went backward, and does not need it again soon
+        """
+        for stored in self.alive():
+            if stored.visits[0 if backward else -1] is self:
+                stored.rest()
+
+    def come(self) -> None:
+        """
+        ### Begin to bring everything back
+        """
+        nbytes = sum(stored.come() for stored in self.alive())
+        if nbytes:
+            self._record("activations in", nbytes)
+
+    def _record(self, event: str, nbytes: int) -> None:
+        """
+        #### Tell the layer's listener
+        """
+        layer = self.layer()
+        if layer is not None:
+            layer.listener.record(layer, event, nbytes, tier=self.activations.to.tier)
+
+
+class Order:
+    """
+    ## The visits of this process, in the order of forward
+
+    Autograd has one stack of hooks for all models of a thread, and there is one of these for all
+    models of the process: whatever computes next makes older activations leave. It refers weakly to
+    everything, so a graph that is dropped without backward takes its visits along.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self.visits: weakref.WeakValueDictionary[int, Visit] = weakref.WeakValueDictionary()
+        self.newest: weakref.ref[Visit] | None = None
+        # Storages in memory by the addresses of torch's objects for them.
+        self.known: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        # The numbers of the visits that backward has reached, the last two.
+        self.entered: list[int] = []
+
+    def begin(self, visit: Visit) -> None:
+        """
+        ### Forward reaches a visit: older ones leave, and those before them have left
+        """
+        older = list(self.visits.values())
+        self.visits[visit.number] = visit
+        self.newest = weakref.ref(visit)
+        for age, old in zip(range(len(older), 0, -1), older, strict=True):
+            if age >= old.activations.keep:
+                old.leave()
+            if age > old.activations.keep:
+                old.rest(backward=False)
+
+    def enter(self, visit: Visit) -> None:
+        """
+        ### Backward reaches a visit: bring it back, and begin with the one before it
+        """
+        if self.entered[-1:] == [visit.number]:
+            return
+        self.entered.append(visit.number)
+        earlier = [number for number in self.visits.keys() if number < visit.number]
+        visit.come()
+        ahead = self.visits.get(max(earlier, default=-1))
+        if ahead is not None:
+            ahead.come()
+        # A kept graph still has the visits behind. Two may take turns, so the last one stays.
+        for number in self.entered[:-2]:
+            behind = self.visits.get(number)
+            if behind is not None and behind not in (visit, ahead):
+                behind.rest(backward=True)
+        del self.entered[:-2]
+
+
+def _held_by(layer: Guarded) -> Iterator[torch.Tensor]:
+    """
+    #### Parameters and buffers of a layer, and of the layers inside
+    """
+    for module in layer.modules():
+        for flat in getattr(module, "flats", ()):
+            yield flat.full
+    if layer.is_full_elsewhere:
+        yield from (slot.param for flat in layer.flats for slot in flat.slots)
+    yield from layer.module.buffers()
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """
+    #### The address of torch's object for a storage; 0 without one
+    """
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+
+
+def _refuse_changes(label: str, tensor: torch.Tensor, version: int, size: torch.Size) -> None:
+    """
+    #### Raise torch's error if a saved tensor has been changed in place
+    """
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{tensor.type()} {[*size]}], saved by {label}, is at version "
+            f"{tensor._version}; expected version {version} instead.")
+
+
+order = Order()
