@@ -216,9 +216,9 @@ class LinkedCommunicator(Communicator):
     @cached_property
     def sharing(self) -> Group:
         """
-        ### The ranks that share each shard, in the order of their parts
+        ### Those ranks, of all nodes
 
-        With nodes they have no process group yet. All of them ask for it together.
+        They have no process group yet. All of them ask for it together.
         """
         if self.across.size == 1:
             return self.group
