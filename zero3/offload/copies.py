@@ -313,10 +313,8 @@ class Copy:
 
     def come(self) -> None:
         """
-        ### Begin to bring it back
+        ### Begin to bring it back, after `left`
         """
-        # Bytes that a thread is writing are not in the file yet.
-        self.left()
         if self.shelf is None:
             self._to_device(self.pinned)
             return
