@@ -378,7 +378,7 @@ def test_a_weight_of_another_unit_stays(tmp_path):
 def test_graphs_of_a_compiled_model_take_no_activations(tmp_path):
     """
     They save their tensors outside of the layers.
-    Proves `compiler.model.compile`.
+    Proves `compile`.
     """
     plain = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="compile: `activations`"):
