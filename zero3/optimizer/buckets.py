@@ -117,8 +117,6 @@ class Bucket(Reducer):
     def end(self) -> None:
         """
         ### Send the layers that wait, and end all reduces
-
-        The last layer calls it at the end of backward.
         """
         if self.waiting:
             self._send_waiting()

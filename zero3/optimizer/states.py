@@ -28,8 +28,7 @@ they share one.
 file, so one read brings them all into one of a few buffers. The optimizer prefetches the states of
 the next shards before it steps this one, and does not wait for the writes of the previous shards.
 
-A gradient goes to the place of the master as soon as it is reduced. Before the last few gradients
-arrive, the states that the step needs first are prefetched, unless all shards have a buffer.
+A gradient goes to the place of the master as soon as it is reduced.
 
 **Pieces are cut once more** between parameters that are used in different steps, because the
 optimizer counts the steps of each piece.
@@ -615,7 +614,7 @@ class CountedShard(nn.Parameter):
     If the caller writes into the shard, the master has to take over the new values, or the step
     would undo the write. torch counts writes in a tensor's `_version`, but not those through
     `.data`. So here `.data` is `.detach()`, which shares memory and count, and setting `.data`
-    copies. Values of another data type, as in `model.half()`, are counted too.
+    copies.
     """
 
     @classmethod

@@ -35,8 +35,7 @@ has it, and otherwise the first unit that does. For the other units it is an ext
 | `register_external_parameter` | the same |
 
 **Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small
-model; `make bench ARGS="--peers zero3 wrap"` measures `wrap` beside a `Zero3Sequential` of the same
-layers.
+model.
 
 **Not covered, and what that costs**: ranks must reach the same units in the same order, so
 everything that depends on a rank's data belongs inside one unit, by `leaf_classes`. A unit persists
@@ -87,7 +86,6 @@ class Zero3Model(StandIn, ShardedModel):
     `wrap` makes it. It is called like the model, and has the model's attributes.
     """
 
-    # A later chapter has units of its own.
     unit_class = Unit
 
     def __init__(self, model: nn.Module, layer_classes: tuple[type, ...],
