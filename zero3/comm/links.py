@@ -440,7 +440,6 @@ class LinkedCommunicator(Communicator):
         """
         if self.across.size == self.replicas.size == 1:
             return sums, None
-        # The backup stream waits for the compute stream, which has waited for the sums.
         with self.on(self.backup_stream):
             has_nodes = self.across.size > 1
             group = self.across if has_nodes else self.replicas

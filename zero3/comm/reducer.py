@@ -202,8 +202,6 @@ class Reducer:
 class Reducible(Sender, Protocol):
     """
     ## A layer, as far as the reducer has to know it
-
-    A bucket packs gradients by `layer_idx`, because that order is the same on all ranks.
     """
 
     def add_reduced(self, totals: list[torch.Tensor]) -> None: ...

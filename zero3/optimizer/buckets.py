@@ -136,7 +136,6 @@ class Bucket(Reducer):
 
         All ranks must call this with the gradients of the same layers.
         """
-        # The reduce before this one has to end first.
         self.land()
         by_dtype: dict[torch.dtype, list[_Gradient]] = {}
         # In the order of the layers, because gradients may arrive in another order on each rank.

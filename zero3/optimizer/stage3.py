@@ -52,8 +52,7 @@ Training](https://arxiv.org/abs/1710.03740).
 The states may rest on the device, in CPU memory or in files (`states.py`), and small layers are
 reduced together (`buckets.py`).
 
-**Run this**: `make train ARGS="--dtype fp16 --loss-scale dynamic --accumulate 4 --clip 1.0"`. With
-`bf16` the same works without a loss scale.
+**Run this**: `make train ARGS="--dtype fp16 --loss-scale dynamic --accumulate 4 --clip 1.0"`.
 
 An optimizer that looks at more than one element at a time steps whole parameters (`whole.py`): a
 shard has no rows and columns, and its norm is not the norm of a layer.
@@ -150,8 +149,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         * `model` is a `Zero3Sequential`, or any module whose parameters are all in `Zero3Layer`s
         * `optimizer_class` is an optimizer of `torch.optim`, or one like them that keeps everything
           about a parameter in that parameter's state. `kwargs` are its arguments. `fused=True` is
-          added if the optimizer knows it and all parameters are real. If it looks at more than one
-          element at a time, as Muon does, each parameter is stepped whole (see `whole.py`)
+          added if the optimizer knows it and all parameters are real
         * `group_by` gets the name and the parameter, which has a shape but no values, and returns
           the options that differ for it: `lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}`
           decays matrices only. With `"optimizer"`, a class, the parameter is stepped whole by that
@@ -393,7 +391,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         count = self.offload.buffers - 1
         if len(in_files) > count:
             in_files[count].prefetch = in_files[:count]
-        # Memory for the largest gradient that has to be widened to fp32.
         widened = [len(states.shard) * states.master_dtype.itemsize for states in self.shard_states
                    if states.grad_dtype != states.master_dtype]
         self._scratch_bytes = max(widened, default=0)

@@ -37,8 +37,7 @@ optimizer counts the steps of each piece.
 
 **Not covered, and what that costs**: reading a part of a shard's states, even if only one piece has
 something to step. On an accelerator the step waits while an updated shard is copied back from CPU
-memory. With several micro-batches the states are prefetched in each one, and only the last prefetch
-is used.
+memory.
 """
 
 import copy
@@ -175,8 +174,6 @@ class ShardStates:
     def _open_file(self, offload: Offload, values: torch.Tensor, moments: list[str]) -> InFile:
         """
         #### Take space in a file, and write the master
-
-        * `values` are the shard's, `(shard_numel,)`
         """
         master_in_file = self.master is None
         one = torch.empty(1, dtype=self.master_dtype).expand(len(values))
@@ -588,7 +585,6 @@ class ShardStates:
         ### The pieces to step if only some parameters have a gradient
 
         * `used` has a flag for each parameter of the flat one
-        * `state` is the optimizer's
 
         A piece with parameters of both kinds is split between them for good.
         """
