@@ -106,8 +106,6 @@ class Communicator(Peers):
     def __init__(self, groups: tuple[Group, ...] = (), ranks: tuple[int, ...] = ()):
         """
         ### Join the ranks
-
-        The arguments are as for `Peers`.
         """
         super().__init__(groups, ranks)
         # The groups that take part in a gather.
@@ -169,7 +167,6 @@ class Communicator(Peers):
 
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
-        # The backup stream waits for the compute stream, which wrote the gradients.
         with self.on(self.backup_stream):
             transfer = self.begin([self.group], senders, "reduce", pairs)
             transfer.add = self.total
@@ -213,8 +210,7 @@ class Communicator(Peers):
         * `sums` are `(shard_numel,)` each
 
         There are no other groups here, so nothing is sent. The communicator of `links.py` adds them
-        over replicas, or over nodes. Its totals may be used when the transfer that it also
-        returns has ended.
+        over replicas, or over nodes.
         """
         return sums, None
 
@@ -488,8 +484,7 @@ class Communicator(Peers):
 
         * `shard` is `(shard_numel,)` to write, anywhere; `full` is `(world_size * shard_numel,)`
 
-        All ranks must call it, and wait. With nodes, the first rank of each node deals out slices,
-        and then the first node deals out the rows of each slice.
+        All ranks must call it, and wait.
         """
         part = full
         for group in self.sharers:

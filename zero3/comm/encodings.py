@@ -49,7 +49,7 @@ Block-wise quantisation is from [8-bit Optimizers](https://arxiv.org/abs/2110.02
 **Run this**: `python -m pytest tests/comm/test_encodings.py` measures the errors.
 
 **Not covered, and what that costs**: error feedback, which would add the rounding error of one
-gradient to the next. A double beyond the range of fp32 counts as infinite.
+gradient to the next.
 """
 
 import math

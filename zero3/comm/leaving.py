@@ -41,8 +41,6 @@ LEAVE_S = 0.5
 def leave() -> None:
     """
     ## Have gloo end its threads before Python ends
-
-    It runs after the program's own exit functions.
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None:

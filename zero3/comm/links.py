@@ -51,8 +51,7 @@ The copy costs memory: $M s w$ bytes for each layer that waits for its backward 
 forward these are all layers, one part in $L$ of the model.
 
 **What is overlapped.** On the CPU only the first step of a gather overlaps the computation of the
-layer before: the step across nodes or, with a copy, the step inside. A layer's reduce overlaps the
-backward pass of the layer below, and its exchange that of the next one below.
+layer before: the step across nodes or, with a copy, the step inside.
 
 **What is rounded.** `full_params()`, checkpoints and the optimizer see exact weights; forward and
 backward see the rounded ones, except inside `full_params()`. All ranks decode the same bytes, so
@@ -64,9 +63,8 @@ That is why gradients go by all-to-all: in a ring the sum would be rounded once 
 gradients; `make bench ARGS=--nodes` measures two nodes with a slow link between them.
 
 **Not covered, and what that costs**: replicas that span several nodes. Every micro-batch gathers
-its weights from the other nodes again. With torch's reentrant checkpointing layers gather across
-nodes in backward too, because a forward pass without gradients keeps no copy. An infinite weight,
-as in a frozen mask, makes its neighbours infinite or NaN; make it a buffer.
+its weights from the other nodes again. An infinite weight, as in a frozen mask, makes its
+neighbours infinite or NaN; make it a buffer.
 """
 
 from __future__ import annotations
@@ -195,8 +193,6 @@ class LinkedCommunicator(Communicator):
     def __init__(self, links: Links, groups: tuple[Group, ...]):
         """
         ### Join the ranks of a mesh
-
-        * `links` has the mesh, if there is one, and the encodings; `groups` are those of the mesh
         """
         mesh = links.mesh
         super().__init__(groups, () if mesh is None else tuple(mesh.mesh.flatten().tolist()))
@@ -258,7 +254,6 @@ class LinkedCommunicator(Communicator):
         """
         ### All-gather: across the nodes first, then inside each node
 
-        * `pairs` are as for `Communicator.all_gather`
         * `exact` leaves the weights as they are, for `full_params()` and checkpoints
 
         In backward, with `secondary`, the node still has the slice.
@@ -445,7 +440,6 @@ class LinkedCommunicator(Communicator):
         """
         if self.across.size == self.replicas.size == 1:
             return sums, None
-        # The backup stream waits for the compute stream, which has waited for the sums.
         with self.on(self.backup_stream):
             has_nodes = self.across.size > 1
             group = self.across if has_nodes else self.replicas

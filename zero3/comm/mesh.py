@@ -36,8 +36,7 @@ $$\underbrace{\left\lceil \frac{P_\ell}{N} \right\rceil}_{\text{kept}} \qquad
 \qquad
 \underbrace{(R-1) \left\lceil \frac{P_\ell}{N} \right\rceil}_{\text{sent to other replicas}}$$
 
-elements. Such a mesh is `init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))`:
-two machines, and eight GPUs in each. Pass it to each layer or to `wrap`.
+elements.
 
 The reduce-scatter of a layer overlaps the backward pass of the layer below, and the all-reduce that
 of the next one below. NCCL's all-reduce sends $2\frac{R-1}{R}$ times the shard. Replicas add in the

@@ -144,8 +144,6 @@ class Group:
     def advice(self, error: Exception) -> str:
         """
         ### What to do about ranks that do not send their part
-
-        * `error` is torch's
         """
         if not self.within(error):
             return ("look for the first error on the other ranks, which is the cause, and start "

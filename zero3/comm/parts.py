@@ -143,8 +143,7 @@ def connect(model: nn.Module) -> None:
     """
     ## Tell the layers of a sharded model who has the other parts of its weights
 
-    All ranks must call it (all-gather of the ranks, the first time). A model that is not split
-    stays as it is.
+    All ranks must call it (all-gather of the ranks, the first time).
 
     Raises `RuntimeError` if the model is sharded over ranks that have other parts of it, if it is a
     pipeline, or a single layer.

@@ -68,7 +68,7 @@ class Reducer:
 
         Nothing is to be sent if these gradients are in flight already, or if a bucket holds them.
         """
-        # `settle` offers all gradients once more. Ignore those that are in flight already.
+        # `settle` offers all gradients once more.
         if layer in self.layers:
             return True
         self.land()
@@ -77,8 +77,6 @@ class Reducer:
     def started(self, layers: Sequence[Reducible], transfer: Transfer) -> None:
         """
         ### Keep a reduce-scatter that has started
-
-        Nothing else is in flight, because `keeps` has finished the reduce before this one.
         """
         self.layers = layers
         self.transfer = transfer
@@ -111,8 +109,6 @@ class Reducer:
     def end_exchange(self) -> None:
         """
         ### Wait for the exchange in flight, and deliver its gradients
-
-        The next reduce calls this before it starts another, and so does the end of the pass.
         """
         exchange = self.exchange
         exchanged = self._exchanged
@@ -182,8 +178,6 @@ class Reducer:
     def delivered(self) -> None:
         """
         ### Wait for the gradient that is on its way to CPU memory
-
-        The next gradient that leaves calls this first, and so does the end of the pass.
         """
         leaving = self._leaving
         self._leaving = None
@@ -208,8 +202,6 @@ class Reducer:
 class Reducible(Sender, Protocol):
     """
     ## A layer, as far as the reducer has to know it
-
-    A bucket packs gradients by `layer_idx`, because that order is the same on all ranks.
     """
 
     def add_reduced(self, totals: list[torch.Tensor]) -> None: ...

@@ -38,12 +38,6 @@ that leave a node in a collective, and $\gamma$ the all-gathers between nodes:
 
 The last layer of a chain is gathered once, so its $\gamma$ is at most 1.
 
-**The quarter of ZeRO++.** In half precision, nodes send $2 \cdot 2 + 2 = 6$ bytes for each element
-of a shard. With `secondary`, weights in 8 bits and gradients in 4 bits they send $\frac{33}{32} +
-\frac{17}{32} = \frac{25}{16}$. The ratio is $\frac{25}{96} = 0.2604$: a quarter, plus 4 % of that
-quarter for the scales of blocks of 64. [ZeRO++](https://arxiv.org/abs/2306.10209), section 3,
-counts no scales.
-
 **Run this**: `python -m zero3.estimate --params 7b --ranks 32 --nodes 4 --link 25GB --gpu 80GB`.
 
 **Not covered, and what that costs**: only the time of the link between nodes is told. NCCL may

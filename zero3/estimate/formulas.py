@@ -179,8 +179,7 @@ def sent_elements(params: float, ranks: int, stage: int) -> float:
     $$2\Psi\frac{N-1}{N} \text{ for stages 0 to 2} \qquad 3\Psi\frac{N-1}{N} \text{ for stage 3}$$
 
     An all-reduce of the gradients is a reduce-scatter and an all-gather. Stage 3 gathers the
-    parameters both in forward and in backward. The paper writes $2\Psi$ and $3\Psi$, for many
-    ranks.
+    parameters both in forward and in backward.
 
     ZeRO, section 7.2.
     """

@@ -10,9 +10,8 @@ A `Layout` says how ranks are grouped and what travels between them. A run says 
 | ("replicate", "shard") of 2 x 2 | `Layout(2, replicas=2)` | 2 | 1 near, 1 across |
 | ("nodes", "shard") of 2 x 2 | `Layout(2, nodes=2)` | 4 | 1 near, 1 across |
 
-The ranks *near* a rank are the others of its group. Those *across* have the same place in the
-other nodes or replicas. The three weights 1 2 3 are padded to four. `Layout(2, nodes=2)` keeps one
-on each rank, `Layout(2, replicas=2)` two. With $R$ ranks in each of $G$ groups,
+The ranks *near* a rank are the others of its group. Those *across* have the same place in the other
+nodes or replicas. With $R$ ranks in each of $G$ groups,
 
 $$\text{shards} = R\,G \text{ with nodes, } R \text{ with replicas} \qquad
 \text{near} = R - 1 \qquad \text{across} = G - 1$$

@@ -274,8 +274,6 @@ def predict(
 class _Shard:
     """
     ### One rank's shard of a part of a layer, and the bytes that belong to it
-
-    The shard itself can serve as the master if it has the master's data type.
     """
 
     part: Part

@@ -17,8 +17,7 @@ than 99 % of the bytes on the disk, there is no figure.
 **Run this**: `python -m zero3.offload bench --folder DIR`. It takes a few minutes.
 
 **Not covered, and what that costs**: caches inside a disk or of a virtual machine's host cannot be
-seen from here, so choose a file larger than they are. `make bench ARGS="--disk DIR"` compares with
-fio and the system's asynchronous calls (`io_uring`, libaio).
+seen from here, so choose a file larger than they are.
 """
 
 import argparse
@@ -125,8 +124,8 @@ def show(folder: Path, nbytes: int, rounds: int) -> None:
     """
     ## Measure, and print the figures
 
-    Each figure goes to the error stream at once, and in the end the medians of the rounds are
-    printed, in GB/s (1e9 bytes). Raises `OSError` as `measure` does.
+    Each figure goes to the error stream at once; in the end the medians are printed. Raises
+    `OSError` as `measure` does.
     """
     found: dict[tuple[bool, int, int], list[Speed]] = {}
     # The ways take turns within a round, because a shared disk is faster at one time than at

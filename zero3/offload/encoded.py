@@ -121,8 +121,6 @@ class Encoded:
     def read_async(self) -> None:
         """
         ### Begin to copy the code from CPU memory to the device
-
-        The copy overlaps the computation of the layer before.
         """
         if self.near is None:
             comm = self._comm()
@@ -143,7 +141,6 @@ class Encoded:
             with comm.on(comm.fetch_stream):
                 assert self.near is not None
                 values = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-                # The row is fp32, and may be a view of more memory.
                 self.decoded = values.copy_(
                     self.encoding.decode(self.near.unsqueeze(0), self.numel)[0])
                 done = comm.event()
@@ -173,8 +170,6 @@ class Encoded:
     def release(self, stream: torch.Stream | None = None) -> None:
         """
         ### Free the decoded shard, and the copy of the code
-
-        No stream has to wait, because the memory is the fetch stream's.
         """
         if self.decoded is not None:
             # The transfer in flight still refers to it, and ends one layer later.

@@ -45,8 +45,6 @@ from zero3.offload.memory import pinned
 class Buffers:
     """
     ## The buffers between the files of one rank and everything else
-
-    A file that needs a buffer may have to wait until a write ends.
     """
 
     def __init__(self, folder: str | os.PathLike | None,
@@ -57,7 +55,6 @@ class Buffers:
         """
         ### Start the threads that read and write
 
-        * `folder`, `direct`, `queue_depth` and `block_bytes` are as for `Offload`
         * `owner` is a layer, whose device copies from the buffers
         """
         self.folder = Path(str(folder))
@@ -158,7 +155,6 @@ class InFile:
         """
         ### Take space in a file
 
-        * `owner` is the layer that the tensors belong to
         * `like` has a tensor of the same length and data type for each of them
         """
         self.buffers = buffers
@@ -203,8 +199,6 @@ class InFile:
     def blank(self, *names: str) -> dict[str, torch.Tensor]:
         """
         ### The same without reading, to be filled
-
-        It saves a read if nobody needs the old values.
         """
         self._borrow()
         self.present.update(names)
@@ -213,8 +207,6 @@ class InFile:
     def write_async(self, *names: str) -> None:
         """
         ### Begin to write these tensors
-
-        This does not wait for the writing.
         """
         self._start("write", names)
         self.held = False

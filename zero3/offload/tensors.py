@@ -22,8 +22,7 @@ With four pieces of 8 MiB:
 
 $$\text{memory} \le 4 \cdot 8 \text{ MiB} = 32 \text{ MiB}$$
 
-**Run this**: `make bench ARGS="--save DIR"` compares the speed of a save with the speed of direct
-writes of the same number of bytes.
+**Run this**: `make bench ARGS="--save DIR"` compares a save with direct writes of as many bytes.
 
 **Not covered, and what that costs**: the header comes first, so the data types and shapes of all
 tensors must be known before the first one is written.

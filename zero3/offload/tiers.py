@@ -142,7 +142,6 @@ class Offload:
         """
         ### Put a layer's shard where it rests
 
-        * `owner` is the layer
         * `values` are `(shard_numel,)`, on the device
 
         All ranks call it alike. Raises `RuntimeError` if memory or disk are too small, or if a

@@ -117,8 +117,6 @@ class Bucket(Reducer):
     def end(self) -> None:
         """
         ### Send the layers that wait, and end all reduces
-
-        The last layer calls it at the end of backward.
         """
         if self.waiting:
             self._send_waiting()
@@ -138,7 +136,6 @@ class Bucket(Reducer):
 
         All ranks must call this with the gradients of the same layers.
         """
-        # The reduce before this one has to end first.
         self.land()
         by_dtype: dict[torch.dtype, list[_Gradient]] = {}
         # In the order of the layers, because gradients may arrive in another order on each rank.

@@ -52,8 +52,7 @@ Training](https://arxiv.org/abs/1710.03740).
 The states may rest on the device, in CPU memory or in files (`states.py`), and small layers are
 reduced together (`buckets.py`).
 
-**Run this**: `make train ARGS="--dtype fp16 --loss-scale dynamic --accumulate 4 --clip 1.0"`. With
-`bf16` the same works without a loss scale.
+**Run this**: `make train ARGS="--dtype fp16 --loss-scale dynamic --accumulate 4 --clip 1.0"`.
 
 An optimizer that looks at more than one element at a time steps whole parameters (`whole.py`): a
 shard has no rows and columns, and its norm is not the norm of a layer.
@@ -62,13 +61,9 @@ shard has no rows and columns, and its norm is not the norm of a layer.
 is refused. One that counts its steps in the param group counts several in a step, because it is
 called once for each large shard, and once for each batch of small ones.
 
-If the squares of a shard's gradient exceed the range of fp32 when they are added up, the norm
-counts as an overflow; that takes scaled gradients around $10^{19}$. If one rank alone lacks the
-gradients of some parameters of a layer, a layer in a bucket gets zeros from it. A layer that is
-reduced by itself is an error then, because that rank would reduce it later than the others. It is
-an error too if a rank has no gradient at all for a layer. If the model is
-one of several inside a module, the module's `zero_grad()` does not see the full gradients that
-`no_sync` holds back.
+If one rank alone lacks the gradients of some parameters of a layer, a layer in a bucket gets zeros
+from it. A layer that is reduced by itself is an error then, because that rank would reduce it
+later than the others. It is an error too if a rank has no gradient at all for a layer.
 
 A parameter that was used in other steps than its neighbours becomes a piece of its own. That costs
 one more counter of steps and a little time in each step. If every rank lacks the gradient of some
@@ -154,8 +149,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         * `model` is a `Zero3Sequential`, or any module whose parameters are all in `Zero3Layer`s
         * `optimizer_class` is an optimizer of `torch.optim`, or one like them that keeps everything
           about a parameter in that parameter's state. `kwargs` are its arguments. `fused=True` is
-          added if the optimizer knows it and all parameters are real. If it looks at more than one
-          element at a time, as Muon does, each parameter is stepped whole (see `whole.py`)
+          added if the optimizer knows it and all parameters are real
         * `group_by` gets the name and the parameter, which has a shape but no values, and returns
           the options that differ for it: `lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}`
           decays matrices only. With `"optimizer"`, a class, the parameter is stepped whole by that
@@ -222,7 +216,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
             bucket.scaled = self.scaled
             bucket.optimizer = weakref.ref(self)
 
-        # The options of each param group.
         options: list[dict[str, Any]] = []
         self.shard_states = self._make_shard_states(paths, options)
         # A stage of a pipeline may have nothing to train, but not all of them.
@@ -281,11 +274,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### Take over every trainable shard that has elements
 
-        * `paths` are the names of the layers in the model
         * `options` is filled with the options of each param group, the same on all ranks
         """
         plain = plain_paths(self.model)
-        # Frozen shards are never stepped.
         flats = {flat: layer for layer in self.layers for flat in layer.flats
                  if flat.shard.requires_grad and len(flat.shard)}
         special = {flat: self._special_options(flat, plain[layer]) for flat, layer in flats.items()}
@@ -332,8 +323,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
     def _special_options(self, flat: FlatParameter, path: str) -> list[dict[str, Any]]:
         """
         #### What `group_by` says about each parameter in a flat one
-
-        * `path` is the name of the layer's module in the plain model
         """
         found = []
         for slot in flat.slots:
@@ -378,7 +367,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### Put masters, moments and gradients where they rest
         """
-        # Step a parameter of two elements, to see which moments this optimizer keeps.
         two = torch.zeros(2, device=self.device)
         moments: dict[str, None] = {}
         for group in elementwise(options):
@@ -403,7 +391,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         count = self.offload.buffers - 1
         if len(in_files) > count:
             in_files[count].prefetch = in_files[:count]
-        # Memory for the largest gradient that has to be widened to fp32.
         widened = [len(states.shard) * states.master_dtype.itemsize for states in self.shard_states
                    if states.grad_dtype != states.master_dtype]
         self._scratch_bytes = max(widened, default=0)
@@ -596,7 +583,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         if threads == before:
             yield
             return
-        # Only during the step.
         torch.set_num_threads(threads)
         try:
             yield
@@ -635,7 +621,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         used = self._used(squares.signbit().all(dim=0).tolist())
         pieces = {states: states.pieces for states in self.shard_states if states.has_grad}
         for states, flags in used.items():
-            # A piece with parameters of both kinds is cut for good.
             pieces[states] = states.split_by_use(flags, self.state)
         if used:
             self.regroup()
@@ -664,7 +649,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
 
         * `mine` is this stage's, `(1,)`; a negative number says that it cannot step
 
-        All ranks call it. Without a pipeline there is one stage, and nothing is sent.
+        All ranks call it.
         """
         rule = self._rule() if self.comm.stages.size > 1 else ""
         return self.comm.over_stages(self, mine.to(self.layers[0].device), rule).cpu()
@@ -720,7 +705,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
           parameter
 
         Returns a flag for each parameter of such shards. All-gather of 8 bytes for each of these
-        parameters; if there is none, nothing is sent. All ranks call it.
+        parameters. All ranks call it.
         """
         asked = [states for states, is_partial
                  in zip(self.shard_states, partial_everywhere, strict=True) if is_partial]
@@ -863,7 +848,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         masters = []
         known: dict[torch.Tensor, dict[str, Any]] = {}
         for states in self.shard_states:
-            # The next shard gets the buffer of this one, so copy what is in it.
             in_buffer = states.in_file is not None
             with states.in_memory(self.state, write=False) as (master, _):
                 masters.append(_kept(master, in_buffer))
@@ -977,8 +961,6 @@ def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
 def plain_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     """
     ## All names of each module in the plain model
-
-    A module that is registered more than once has several.
     """
     found: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

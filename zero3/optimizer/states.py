@@ -28,8 +28,7 @@ they share one.
 file, so one read brings them all into one of a few buffers. The optimizer prefetches the states of
 the next shards before it steps this one, and does not wait for the writes of the previous shards.
 
-A gradient goes to the place of the master as soon as it is reduced. Before the last few gradients
-arrive, the states that the step needs first are prefetched, unless all shards have a buffer.
+A gradient goes to the place of the master as soon as it is reduced.
 
 **Pieces are cut once more** between parameters that are used in different steps, because the
 optimizer counts the steps of each piece.
@@ -38,8 +37,7 @@ optimizer counts the steps of each piece.
 
 **Not covered, and what that costs**: reading a part of a shard's states, even if only one piece has
 something to step. On an accelerator the step waits while an updated shard is copied back from CPU
-memory. With several micro-batches the states are prefetched in each one, and only the last prefetch
-is used.
+memory.
 """
 
 import copy
@@ -176,8 +174,6 @@ class ShardStates:
     def _open_file(self, offload: Offload, values: torch.Tensor, moments: list[str]) -> InFile:
         """
         #### Take space in a file, and write the master
-
-        * `values` are the shard's, `(shard_numel,)`
         """
         master_in_file = self.master is None
         one = torch.empty(1, dtype=self.master_dtype).expand(len(values))
@@ -589,7 +585,6 @@ class ShardStates:
         ### The pieces to step if only some parameters have a gradient
 
         * `used` has a flag for each parameter of the flat one
-        * `state` is the optimizer's
 
         A piece with parameters of both kinds is split between them for good.
         """
@@ -615,7 +610,7 @@ class CountedShard(nn.Parameter):
     If the caller writes into the shard, the master has to take over the new values, or the step
     would undo the write. torch counts writes in a tensor's `_version`, but not those through
     `.data`. So here `.data` is `.detach()`, which shares memory and count, and setting `.data`
-    copies. Values of another data type, as in `model.half()`, are counted too.
+    copies.
     """
 
     @classmethod

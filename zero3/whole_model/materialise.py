@@ -308,8 +308,6 @@ def _agreed(sender: Named,
     """
     #### Raise the error of one rank on all of them, at the end of the block
 
-    * `what`, `expected` and `cure` are as for `fail`
-
     All ranks must leave the block. A rank that raised at once would leave the others waiting.
     """
     agree = partial(sender.comm.agree, sender, what, expected)

@@ -215,7 +215,6 @@ class Packed:
             self.columns[unit] = []
             for flat in unit.flats:
                 by_dtype.setdefault(flat.full.dtype, []).append((unit, flat))
-        # The fetch stream copies the shards, after the compute stream wrote them.
         with self.comm.on(self.comm.fetch_stream):
             # This rank's row is packed in place, so the all-gather has nothing more to copy.
             pairs = [(buffer, self.comm.rows(buffer)[self.comm.rank])

@@ -528,7 +528,7 @@ class TracedOrder(Alone):
     """
     ## The schedule of a whole model: gather and free units along the order that was learnt
 
-    All units of a model share one. They have nothing `ahead`, because `arrive` gathers ahead.
+    All units of a model share one.
     """
 
     def __init__(self) -> None:

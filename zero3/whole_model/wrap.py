@@ -24,19 +24,8 @@ Persistent units come on top.
 A parameter with two names, of an embedding and a head for instance, has one owner: the root if it
 has it, and otherwise the first unit that does. For the other units it is an external parameter.
 
-| argument | DeepSpeed's name for it |
-|---|---|
-| `layer_classes`, `leaf_classes` | every module is one; `set_z3_leaf_modules` |
-| `prefetch_numel` | `stage3_prefetch_bucket_size`, `stage3_max_reuse_distance` |
-| `max_live_numel` | `stage3_max_live_parameters`; here nothing exceeds it |
-| `persist_below_numel` | `stage3_param_persistence_threshold` |
-| `bucket_numel` | none: all that `stage3_prefetch_bucket_size` prefetches at once shares one |
-| `mark_persistent_parameters` | the same |
-| `register_external_parameter` | the same |
-
 **Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small
-model; `make bench ARGS="--peers zero3 wrap"` measures `wrap` beside a `Zero3Sequential` of the same
-layers.
+model.
 
 **Not covered, and what that costs**: ranks must reach the same units in the same order, so
 everything that depends on a rank's data belongs inside one unit, by `leaf_classes`. A unit persists
@@ -87,7 +76,6 @@ class Zero3Model(StandIn, ShardedModel):
     `wrap` makes it. It is called like the model, and has the model's attributes.
     """
 
-    # A later chapter has units of its own.
     unit_class = Unit
 
     def __init__(self, model: nn.Module, layer_classes: tuple[type, ...],
@@ -690,9 +678,6 @@ def classes_of(classes: Classes) -> tuple[type, ...]:
 def main() -> None:
     """
     ## Two steps of a small model, as they happen
-
-    In step 1 forward gathers each unit right before it computes. In step 2 it gathers one unit
-    ahead, and unit 3 stays full for backward.
     """
     block = partial(nn.TransformerEncoderLayer, 16, 2, 32, dropout=0.0, batch_first=True)
     plain = nn.Sequential(
