@@ -31,8 +31,8 @@ parameter has a count of its own, so autograd does not see these writes, and a w
 *parameter* can be told from an all-gather.
 
 Below, a parameter is *open* if it can be used, and *closed* if not. A closed one has another class,
-`FreedParameter`, which raises an error with the parameter's name on every operation. Its count is
-raised by one, so that backward through a freed layer is an error, too.
+`FreedParameter`, which raises an error with the parameter's name on every operation. Its `_version`
+is raised by one, so that backward through a freed layer is an error, too.
 
 **Run this**: `notebooks/03_one_layer.ipynb` follows one flat parameter through a step.
 

@@ -25,8 +25,8 @@ or the start fails, the memory is kept for good (`lose`):
 
 $$\text{freed} \cap \text{in flight} = \emptyset$$
 
-In the example the gather keeps its 12 bytes. After an error nothing new is sent
-(`Communicator.give_up`), so no more is lost.
+In the example the gather keeps its 12 bytes. After an error nothing new is sent but the news of it
+(`Communicator.give_up`), so hardly more is lost.
 
 **Who frees or reuses memory, and why nobody uses it then:**
 
@@ -69,7 +69,7 @@ class InFlight:
     ## The owner of memory in flight
 
     There is one for the process, `in_flight`, because several communicators and files may touch the
-    same memory, and because a message that was lost outlives its model.
+    same memory.
     """
 
     def __init__(self) -> None:

@@ -286,8 +286,8 @@ class Zero3Layer(Sharded):
         * `call` is the forward call that has ended (a record of `watch.py`); in backward there is
           none
 
-        Only the hooks in the graph keep a `Call` alive. If the graph is dropped without a backward
-        pass, the weak reference fires and frees the layer.
+        Only hooks keep a `Call` alive. If the graph is dropped without a backward pass, and the
+        inputs with it, the weak reference fires and frees the layer.
         """
         if call is None or not self.schedule.stays_full(self, call):
             self._cleanup_params()
@@ -315,7 +315,7 @@ class Zero3Layer(Sharded):
         call = Call(self.shard_versions())
         try:
             args, kwargs = self.watch.inputs(call, args, kwargs)
-            # Inside the module, `self.parameters()` yields the full parameters.
+            # While it runs, `module.parameters()` yields the full parameters.
             with self.guard, self.saving((args, kwargs)):
                 output = self.module(*args, **kwargs)
             # A module may also keep a tensor as an attribute, an auxiliary loss for instance.
@@ -420,8 +420,8 @@ class Zero3Layer(Sharded):
         r"""
         #### Reshard, and reduce-scatter the gradients
 
-        Start the reduce-scatter and return, so that it overlaps the backward pass of the layer
-        below. All ranks must call this. A rank sends every other rank that rank's part of the flat
+        Start the reduce-scatter and return, so that it overlaps the backward pass of the previous
+        layer. All ranks must call this. A rank sends every other rank that rank's part of the flat
         gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
         self._wait_params()
@@ -442,7 +442,7 @@ class Zero3Layer(Sharded):
         """
         ### Reduce the full gradients that a `no_sync()` has held back
 
-        `Zero3Optimizer.step` calls it. It finds gradients if the last micro-batch ran inside
+        `Zero3Optimizer.step` calls it. There are some if the last micro-batch ran inside
         `no_sync()` too, or did not reach this layer.
         """
         self._backup_grads()
@@ -486,8 +486,8 @@ class Zero3Layer(Sharded):
 
         * `raised` says that the pass ended with an exception
 
-        Not every hook fires: some parameters were not used, some inputs got no gradient. So all
-        layers finish here before `backward()` returns, in the order in which backward reached them.
+        Not every hook fires: some parameters were not used, some inputs got no gradient. So what is
+        left of any layer finishes here before `backward()` returns, in the order of backward.
         After an exception, gradients whose reduce has not started are dropped. Call `zero_grad()`
         before you go on.
         """

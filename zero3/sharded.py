@@ -112,9 +112,10 @@ class Sharded(Guarded):
         """
         ### This rank's trainable shards
 
-        1-D parameters, one per data type, for this rank's optimizer. An elementwise optimizer does
-        to a shard exactly what it would do to the parameters, with one difference: if others in its
-        shard were used, an unused parameter has a gradient of zero here, and none in plain PyTorch.
+        1-D parameters, one for each flat parameter, for this rank's optimizer. An elementwise
+        optimizer does to a shard exactly what it would do to the parameters, with one difference:
+        if others in its flat parameter were used, an unused parameter has a gradient of zero here,
+        and none in plain PyTorch.
         """
         return [flat.shard for flat in self.flats if flat.shard.requires_grad and len(flat.shard)]
 
@@ -337,7 +338,7 @@ def communicator(rank: int | None = None, world_size: int | None = None,
 
     A mesh or `Links` builds its own, which knows nodes, replicas and encodings.
 
-    Raises `TypeError` if the numbers are none, or come with a mesh.
+    Raises `TypeError` if they are no whole numbers, or come with a mesh.
     """
     for number in (rank, world_size):
         expect(number is None or whole(number), "Zero3Layer", "whole numbers for `rank` and "

@@ -81,7 +81,7 @@ class Watch:
         self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
         # Calls that this backward pass has reached.
         self.entered: set[Call] = set()
-        # The gradients of their inputs that have not arrived yet.
+        # How many gradients of their inputs have not arrived yet.
         self.inputs_left = 0
         # Names of the parameters whose gradients this backward pass has brought.
         self.arrived: set[tuple[str, ...]] = set()

@@ -145,8 +145,8 @@ class Communicator(Peers):
             for full, shard in pairs:
                 self._check_shard(sender, full, shard)
                 allocate(full)
-                # Send the shard from its row, so that the buffer that an offloaded shard was read
-                # into is free again.
+                # Send it from its row, so that the buffer that an offloaded shard was read into is
+                # free again.
                 mine = self.rows(full)[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 transfer.from_cpu |= shard.device != full.device
@@ -281,8 +281,7 @@ class Communicator(Peers):
         """
         ### Start to send a row to each other rank of a group, and to receive one from each
 
-        * `receive` is `(size, n)`. If the collective adds what it receives, it is `(n,)` on an
-          accelerator
+        * `receive` is `(size, n)`; for a reduce on an accelerator `(n,)`
         * `send` is `(size, n)`; or `(n,)`, if each rank gets the same row
         * `collective` of torch's does the same on an accelerator
 
@@ -641,8 +640,8 @@ class Transfer:
         """
         ### The tag of its next messages
 
-        It is made of the layer, the action and the size. So a message only matches the same
-        transfer on the other rank.
+        It is made of the layer, the action and the size. So a message only matches such a transfer
+        on the other rank, and those come in order.
         """
         name = f"{self.row} {len(self.works)}".encode()
         return _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30)

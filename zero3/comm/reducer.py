@@ -62,7 +62,7 @@ class Reducer:
 
     def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
         """
-        ### Finish the reduce in flight, unless nothing is to be sent now; then return true
+        ### Return true if nothing is to be sent now, else finish the reduce in flight
 
         * `pairs` are as for `Communicator.reduce_scatter`
 
@@ -95,8 +95,8 @@ class Reducer:
         """
         ### Wait for the transfer in flight: this rank's parts of the sums
 
-        If the sums are those of one replica or of one node, an exchange with the others starts.
-        Until the reduce after this one has arrived too, it overlaps backward.
+        If the sums are those of one replica or of one node, an exchange with the others starts. It
+        overlaps backward until the next reduce has arrived.
         """
         transfer = self.transfer
         self.transfer = None
