@@ -371,9 +371,9 @@ class Order:
     """
     ## The visits of this process, in the order of forward
 
-    Autograd has one stack of hooks for all models of a thread, and there is one of these for all
-    models of the process: whatever computes next makes older activations leave. It refers weakly to
-    everything, so a graph that is dropped without backward takes its visits along.
+    There is one for all models of the process: whatever computes next makes older activations
+    leave. It refers weakly to everything, so a graph that is dropped without backward takes its
+    visits along.
     """
 
     def __init__(self) -> None:

@@ -4,10 +4,9 @@ r"""
 `SavedStorage` is a storage that autograd has saved, `Copy` its copy in CPU memory or in a file, and
 `Shelf` a file with the copies of one call.
 
-A shard's file is made once, for as long as the model lives. Activations come and go in every step,
-and each batch may have other sizes. So a call takes a file from those that earlier calls have given
-back, and makes one only if all of them are too small. Two calls of 8,192 and 5,000 bytes in two
-steps:
+Each batch may have activations of other sizes. So a call takes a file from those that earlier calls
+have given back, and makes one only if all of them are too small. Two calls of 8,192 and 5,000 bytes
+in two steps:
 
 | | its file | files |
 |---|---|---|
@@ -249,13 +248,6 @@ class SavedStorage:
 class Copy:
     """
     ## The copy of a storage: in a file, or in pinned CPU memory
-
-    | | what happens |
-    |---|---|
-    | made | it begins to be copied out |
-    | `left` | the copy is complete, and the storage may be dropped |
-    | `come` | it begins to be copied back, to new memory |
-    | `arrived` | that memory is filled |
     """
 
     def __init__(self, owner: Guarded, memory: torch.Tensor, shelf: Shelf | None):
