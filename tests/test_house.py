@@ -48,7 +48,7 @@ ROWS = (
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
 MOST = {"": 982, "checkpoint": 1409, "comm": 1001, "compiler": 1046, "compression": 896,
-        "estimate": 702, "guards": 568, "inject": 756, "offload": 595, "optimizer": 1217,
+        "estimate": 702, "guards": 568, "inject": 756, "offload": 595, "optimizer": 1218,
         "pipeline": 935, "train": 944, "whole_model": 977}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1497
