@@ -3,9 +3,10 @@
 
 A solution for each exercise, and the contents of the page about it.
 
-If the reader writes a method of `Zero3Layer` or `Zero3Sequential`, the solution is the method of
-the package itself, not a copy of it. Other exercises ask for a function. Their solutions are in
-this file, together with the names of the functions in the package that do the same.
+If the package has what the reader writes, a method of `Zero3Layer` for instance, the solution is
+the package's own, not a copy of it. Other exercises ask for a function of their own. Their
+solutions are in this file, together with the names of the functions in the package that do the
+same.
 
 **Run this**: `make exercise N=2 ARGS=--solution` shows a solution, and checks it.
 """
@@ -127,20 +128,6 @@ def kth_smallest(numbers: torch.Tensor, k: int, bits: int,
     return found
 
 
-def assign(costs: list[int], ranks: int) -> list[int]:
-    """
-    ## Exercise 10: who steps which matrix
-    """
-    owners = [0] * len(costs)
-    loads = [0] * ranks
-    # The longest first, because a short one fits where little is left.
-    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        # All ranks find the first of equal ones.
-        owners[i] = loads.index(min(loads))
-        loads[owners[i]] += costs[i]
-    return owners
-
-
 @dataclass(frozen=True)
 class Exercise:
     """
@@ -185,7 +172,7 @@ EXERCISES = {number: Exercise(*fields) for number, fields in enumerate((
     ("ex8_one_forward_one_backward", None, (one_forward_one_backward,),
      (schedules.one_forward_one_backward,)),
     ("ex9_kth_smallest", None, (kth_smallest,), (kth_keys,)),
-    ("ex10_assign_owners", None, (assign,), (whole.assign,)),
+    ("ex10_assign_owners", None, (whole.assign,), (whole.assign,)),
 ), start=1)}
 
 

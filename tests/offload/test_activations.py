@@ -79,19 +79,24 @@ def moved(tape, event):
 # -------------------------------------------------------------------------------------- same bits
 
 
+def noting(values):
+    """Notes the shards of a model, and their gradients"""
+    def look(model):
+        for shard in model.parameters():
+            values.append(shard.detach().clone())
+            if shard.grad is not None:
+                values.append(shard.grad.clone())
+
+    return look
+
+
 def all_cases(folder):
     """Every chain of `cases.py`: whether the shards and their gradients have the same bits"""
     found = {}
     for name in cases.CASES:
         seen = {}
         for where in (None, to_files(folder)):
-            values = seen.setdefault(where is None, [])
-
-            def look(model, values=values):
-                for shard in model.parameters():
-                    values.append(shard.detach().clone())
-                    if shard.grad is not None:
-                        values.append(shard.grad.clone())
+            look = noting(seen.setdefault(where is None, []))
             off = cases.train_both(name, check=look, activations=where)
         found[name] = (equal(seen[True], seen[False]), off)
     return found, len(order.visits), len(order.known)
@@ -118,13 +123,7 @@ def all_wholes(folder, micro):
     for name in wholes.WHOLES:
         seen = {}
         for where in (None, to_files(folder)):
-            values = seen.setdefault(where is None, [])
-
-            def look(model, values=values):
-                for shard in model.parameters():
-                    values.append(shard.detach().clone())
-                    if shard.grad is not None:
-                        values.append(shard.grad.clone())
+            look = noting(seen.setdefault(where is None, []))
             torch.manual_seed(0)
             wholes.train_both(name, check=look, micro=micro, twice=micro > 1, activations=where)
         found[name] = equal(seen[True], seen[False])

@@ -63,8 +63,9 @@ That is why gradients go by all-to-all: in a ring the sum would be rounded once 
 gradients; `make bench ARGS=--nodes` measures two nodes with a slow link between them.
 
 **Not covered, and what that costs**: replicas that span several nodes. Every micro-batch gathers
-its weights from the other nodes again. An infinite weight, as in a frozen mask, makes its
-neighbours infinite or NaN; make it a buffer.
+its weights from the other nodes again. With torch's reentrant checkpointing layers gather across
+nodes in backward too. An infinite weight, as in a frozen mask, makes its neighbours infinite or
+NaN; make it a buffer.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ Inside of `torch.utils.checkpoint` autograd saves only what the checkpoint keeps
 moved. With a checkpoint around the layer nothing is.
 
 [ZeRO-Infinity](https://arxiv.org/abs/2104.07857), section 5.1.2, moves activation checkpoints to
-CPU memory; a file works alike.
+CPU memory.
 
 **Run this**: `python -m pytest tests/offload/test_activations.py`.
 

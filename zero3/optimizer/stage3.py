@@ -63,7 +63,10 @@ called once for each large shard, and once for each batch of small ones.
 
 If one rank alone lacks the gradients of some parameters of a layer, a layer in a bucket gets zeros
 from it. A layer that is reduced by itself is an error then, because that rank would reduce it
-later than the others. It is an error too if a rank has no gradient at all for a layer.
+later than the others. It is an error too if a rank has no gradient at all for a layer. If the
+squares of a shard's gradient exceed the range of fp32 when they are added up, the norm counts as an
+overflow. If the model is one of several inside a module, the module's `zero_grad()` does not see
+the full gradients that `no_sync` holds back.
 
 A parameter that was used in other steps than its neighbours becomes a piece of its own. That costs
 one more counter of steps and a little time in each step. If every rank lacks the gradient of some

@@ -17,7 +17,7 @@ parameter is cut anywhere, here between the rows of a $2 \times 2$ matrix:
 So each such parameter gets one *owner* among the ranks that share it. The owner receives the pieces
 of values and gradient, steps the whole tensor with torch's own class, and sends the new values
 back. All other parameters are stepped in their shards. If one class steps the whole model,
-`Zero3Optimizer` tries it on small matrices, and so finds out whether it needs them whole.
+`Zero3Optimizer` tries it on small matrices first.
 
 ```python
 rule = Matrices(plain, lr=0.02, weight_decay=0.1)  # from the model before it is sharded
