@@ -47,8 +47,8 @@ def chain(dtype=FP32):
     return [layer.to(dtype) for layer in layers]
 
 
-def build(offload, dtype=FP32, make=torch.optim.AdamW, **options):
-    model = Zero3Sequential([Zero3Layer(layer) for layer in chain(dtype)])
+def build(offload, dtype=FP32, make=torch.optim.AdamW, params_in=None, **options):
+    model = Zero3Sequential([Zero3Layer(layer, offload=params_in) for layer in chain(dtype)])
     return model, Zero3Optimizer(model, make, offload=offload, bucket_bytes=5000, lr=1e-2,
                                  **options)
 
@@ -99,6 +99,11 @@ def some_steps(folder, dtype, micro_batches):
         model, optimizer = build(offload, dtype, **options)
         norms = [step(model, optimizer, i, dtype, micro_batches) for i in range(6)]
         found[fraction] = (norms, everything(model, optimizer))
+    # With the shards in files, too.
+    model, optimizer = build(files(folder, 0.5), dtype, params_in=Offload("nvme", folder),
+                             **options)
+    norms = [step(model, optimizer, i, dtype, micro_batches) for i in range(6)]
+    found["all"] = (norms, everything(model, optimizer))
     norms, expected = found.pop(None)
     assert all(norm > 0.05 for norm in norms)
     return {fraction: got[0] == norms and equal(got[1], expected)
@@ -116,7 +121,7 @@ def test_any_fraction_trains_to_the_same_bits(world_size, dtype, micro_batches, 
     Proves I8, `Portion`, `block_norms`, `ShardStates.in_memory`, `ShardStates._cuts`.
     """
     for rank in run(some_steps, world_size, str(tmp_path), dtype, micro_batches):
-        assert rank == dict.fromkeys(FRACTIONS, True)
+        assert rank == dict.fromkeys([*FRACTIONS, "all"], True)
 
 
 def other_optimizers(folder):
