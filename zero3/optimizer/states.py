@@ -28,7 +28,8 @@ they share one.
 file, so one read brings them all into one of a few buffers. The optimizer prefetches the states of
 the next shards before it steps this one, and does not wait for the writes of the previous shards.
 
-A gradient goes to the place of the master as soon as it is reduced.
+A gradient goes to the place of the master as soon as it is reduced. With a `fraction`, both have
+two places (`portions.py`).
 
 **Pieces are cut once more** between parameters that are used in different steps, because the
 optimizer counts the steps of each piece.
