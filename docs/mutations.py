@@ -215,7 +215,7 @@ MUTATIONS = [
         old="""\
         elif write:
             # Round it to the shard's data type. This is what the layer gathers next.
-            self.flat.storage.replace(master)
+            self._round(here)
 """,
         new="",
         breaks="I1", program="master",
@@ -227,8 +227,8 @@ MUTATIONS = [
     Mutation(
         "local-norm", "optimizer/stage3.py", "Zero3Optimizer._squares",
         title="Each rank clips by its own norm",
-        old="        return self.comm.numbers(self, squares.to(self.layers[0].device), options)\n",
-        new="        return squares[None].to(self.layers[0].device)\n",
+        old="        return self.comm.numbers(self, squares, options)\n",
+        new="        return squares[None]\n",
         breaks="I1", program="clip",
         healthy="the step: 0.60 and 0.80",
         symptom="the step: 1.00 and 1.00",

@@ -29,10 +29,10 @@ from zero3.guards.contents import check_groups, stray
 from zero3.guards.moments import is_sharded
 from zero3.guards.shard_gradients import GradientElsewhere, grad_of, plain_part
 
-# Elements whose squares fp32 adds up at once: see `norm_of`.
-_BLOCK_NUMEL = 1 << 16
+# Elements whose squares fp32 adds up at once (see `norm_of`). In fp32 they fill a block of a disk.
+BLOCK_NUMEL = 1 << 10
 # Blocks that the CPU widens at a time, so that the copies stay in its cache.
-_WIDENED_BLOCKS = 16
+_WIDENED_BLOCKS = 1 << 10
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
             continue
         part = plain_part(grad)
         grads.append(part)
-        norms.append(norm_of_parts(part, flat.counted, norm_type).double())
+        norms.append(norm_of(block_norms(part, flat.counted, norm_type), norm_type).double())
     norms = norms or [torch.zeros((), dtype=torch.double)]
     mine = torch.stack([norm.to(first.device) for norm in norms])  # (shards,) fp64, device
     # Replicas have the same gradients, so count those of the first one.
@@ -118,29 +118,30 @@ def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     It adds squares in blocks. A single fp32 sum over millions of squares is soon so large that the
     next one does not change it.
     """
+    while len(grad) > BLOCK_NUMEL:
+        grad = block_norms(grad, None, norm_type)
+    return vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
+
+
+def block_norms(grad: torch.Tensor, counted: list[slice] | None, norm_type: float = 2.0
+                ) -> torch.Tensor:
+    """
+    ## The norms of blocks of a gradient, `(n,)` to `(blocks,)`, in fp32 or wider
+
+    * `counted` are the ranges of the elements that count; `None` stands for all
+
+    `norm_of` makes the norm of them. So a gradient has the same norm, to the last bit, if it is cut
+    at the end of a block.
+    """
     wide = torch.promote_types(grad.dtype, torch.float32)
-    if len(grad) < _BLOCK_NUMEL:
-        return vector_norm(grad, norm_type, dtype=wide)
-    whole = len(grad) // _BLOCK_NUMEL * _BLOCK_NUMEL
-    blocks = grad[:whole].view(-1, _BLOCK_NUMEL)
     # An accelerator widens in the kernel, the CPU makes a copy.
     copies = grad.dtype != wide and grad.device.type == "cpu"
-    rows = _WIDENED_BLOCKS if copies else len(blocks)
-    norms = [vector_norm(part, norm_type, dim=1, dtype=wide) for part in blocks.split(rows)]
-    if whole < len(grad):
-        norms.append(vector_norm(grad[whole:], norm_type, dtype=wide).view(1))
-    return vector_norm(torch.cat(norms), norm_type)
-
-
-def norm_of_parts(grad: torch.Tensor, counted: list[slice] | None, norm_type: float = 2.0
-                  ) -> torch.Tensor:
-    """
-    ## The norm of those elements of a gradient that count, `(n,)` to `()`
-
-    * `counted` are their ranges; `None` stands for all
-    """
-    if counted is None:
-        return norm_of(grad, norm_type)
-    zero = grad.new_zeros((), dtype=torch.promote_types(grad.dtype, torch.float32))
-    norms = [norm_of(grad[where], norm_type) for where in counted]
-    return vector_norm(torch.stack([zero, *norms]), norm_type)
+    norms = []
+    for part in [grad] if counted is None else [grad[where] for where in counted]:
+        whole = len(part) // BLOCK_NUMEL * BLOCK_NUMEL
+        blocks = part[:whole].view(-1, BLOCK_NUMEL)
+        for rows in blocks.split(_WIDENED_BLOCKS if copies else max(1, len(blocks))):
+            norms.append(vector_norm(rows, norm_type, dim=1, dtype=wide))
+        if whole < len(part):
+            norms.append(vector_norm(part[whole:], norm_type, dtype=wide).view(1))
+    return torch.cat(norms) if norms else grad.new_zeros(1, dtype=wide)

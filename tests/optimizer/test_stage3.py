@@ -1030,7 +1030,7 @@ def test_what_the_chapter_says_is_not_covered_is_so():
 def test_the_norm_of_millions_of_gradients_has_six_digits():
     """
     Breaks where fp32 adds up all squares of a shard in one go.
-    Proves `norm_of`, `ShardStates.grad`.
+    Proves `norm_of`, `Portion.grad`.
     """
     layer = Zero3Layer(nn.Linear(3000, 3000))
     optimizer = Zero3Optimizer(layer, torch.optim.SGD, lr=0.0)

@@ -64,6 +64,7 @@ from zero3.guards.options import Named
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
 from zero3.offload.tensors import TYPES, Broken, type_name
+from zero3.optimizer.portions import Here
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
 from zero3.optimizer.states import Piece, ShardStates, State, first_state
 from zero3.optimizer.whole import Spread, Whole
@@ -365,7 +366,7 @@ class Entries(Named):
             with self.here(flat) as values:
                 for entry in run:
                     if entry.key == "param":
-                        yield values
+                        yield from (each.master for each in values)
                         continue
                     for _, where, piece in flat.pieces:
                         moment = self._state_of(piece).moments.get(entry.key)
@@ -375,19 +376,20 @@ class Entries(Named):
                         yield moment
 
     @contextmanager
-    def here(self, flat: Flat, write: bool = False) -> Iterator[torch.Tensor]:
+    def here(self, flat: Flat, write: bool = False) -> Iterator[list[Here]]:
         """
         ### Load a shard's master and moments into memory; or the shard, if it has no master
 
         * `write` stores the changed values again afterwards
         """
         if flat.owned:
-            with flat.owned.in_memory(self.state, write=write) as (master, _):
-                yield master
+            with flat.owned.in_memory(self.state, write=write) as here:
+                yield here
             return
         storage = flat.parameter.storage
         try:
-            yield storage.load()
+            values = storage.load()
+            yield [Here(slice(0, len(values)), values, None)]
             if write:
                 storage.save()
         finally:
@@ -599,10 +601,11 @@ class Entries(Named):
         if isinstance(self.optimizer, Zero3Optimizer):
             self.optimizer.regroup()
         for flat in self.flats:
-            with self.here(flat, write=True) as values:
-                param = self.shard(checkpoint, flat, "param")
-                values.copy_(param)
-                self._take_states(checkpoint, flat, values.dtype, param.dtype)
+            with self.here(flat, write=True) as here:
+                for where, master, _ in here:
+                    param = self.shard(checkpoint, flat, "param", where)
+                    master.copy_(param)
+                self._take_states(checkpoint, flat, master.dtype, param.dtype)
         for flat, whole in self._wholes():
             if whole.param is not None:
                 self._take_whole(checkpoint, flat, whole)

@@ -223,12 +223,16 @@ def predict(
     * `bucket_bytes` of full gradients are reduced together
     * `params_in` and `states_in` are the `offload` arguments of the layers and of the optimizer
 
-    Raises `ValueError` if frozen shards rest in an encoding.
+    Raises `ValueError` if frozen shards rest in an encoding, or states in parts.
     """
     params_in = params_in or Offload()
     states_in = states_in or Offload()
     expect(params_in.frozen is None, "cannot predict", "frozen shards that rest as they are",
            f"{params_in.frozen}", "measure with `Ledger`")
+    expect(states_in.fraction in (0, 1), "cannot predict", "states that rest in one place",
+           f"fraction {states_in.fraction}", "measure with `Ledger`")
+    if states_in.fraction == 0:
+        states_in = Offload()
     least_bytes = 4 if stage3 else 1
     chain = [[_Shard(part, part.shard_numel(world_size), reduce_bytes or part.element_bytes,
                      max(least_bytes, part.element_bytes))

@@ -97,6 +97,8 @@ class Activations:
 
     def __post_init__(self) -> None:
         self.to = Offload.of(self.offload)
+        expect(self.to.fraction == 1, "Activations", "an `Offload` without `fraction`",
+               self.to.fraction, "pass it to `Zero3Optimizer`, whose states it divides")
         for name, least in (("below_bytes", 0), ("keep", 1)):
             value = getattr(self, name)
             expect(whole(value, least), "Activations", f"`{name}`, a whole number of at least "

@@ -78,6 +78,8 @@ class Offload:
       and states too
     * `block_bytes` is the size of a request
     * `buffers` is how many shards' optimizer states are in memory at once
+    * `fraction` of the optimizer states of each shard rest there, and the rest on the device; see
+      `portions.py`
     * `frozen` encodes the shards of parameters that are frozen when their layer is wrapped:
       `Int8()`, `Int4()` or an `Encoding` of your own. Not for files
 
@@ -90,6 +92,7 @@ class Offload:
     queue_depth: int = 4
     block_bytes: int = 8 << 20
     buffers: int = 5
+    fraction: float = 1.0
     frozen: Encoding | None = None
     # The buffers in use, of "params" and of "states".
     in_use: dict[str, Buffers] = field(default_factory=dict, init=False, repr=False)
@@ -114,6 +117,10 @@ class Offload:
             (fits_tier, "a folder with the nvme tier, and with no other",
              f"tier {self.tier!r}, folder {self.folder!r}",
              '`Offload("nvme", folder="/mnt/nvme")`, or leave the folder out'),
+            (isinstance(self.fraction, (int, float)) and 0 <= self.fraction <= 1,
+             "`fraction`, a number from 0 to 1", repr(self.fraction), "pass such a number"),
+            (self.fraction == 1 or self.tier != "device", "`fraction` with the cpu or nvme tier",
+             f"tier {self.tier!r}", '`Offload("cpu", fraction=0.5)`, for instance'),
             (isinstance(self.direct, bool), "`direct`, True or False", repr(self.direct),
              "pass one of the two"),
             (self.frozen is None or is_encoding(self.frozen), "`frozen`, an encoding",
@@ -148,6 +155,8 @@ class Offload:
         frozen weight that is to be encoded is not finite.
         """
         check_step(owner, values, self.cure(owner.device))
+        owner.expect(self.fraction == 1, "cannot rest in parts", "an `Offload` without `fraction`",
+                     self.fraction, "pass it to `Zero3Optimizer`, whose states it divides")
         if self.frozen is not None and not trains and values.is_floating_point():
             return self._encode(owner, values, self.frozen)
         tier = self.place(values.nbytes)

@@ -97,6 +97,7 @@ from zero3.guards.shard_gradients import GradientElsewhere, grad_of, set_grad
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.optimizer.buckets import Bucket
+from zero3.optimizer.portions import inside, whole_of
 from zero3.optimizer.states import Piece, ShardStates, moments_of
 from zero3.optimizer.whole import (
     KNOWN_LOOKS,
@@ -377,20 +378,29 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         self.moments = list(moments)
         # Check now whether there is room for everything. The first step creates the moments, and
         # would fail in the middle.
-        if self.offload.tier != "nvme":
-            need_bytes = sum(states.nbytes(self.moments) for states in self.shard_states)
-            # A shard that is its own master has its memory already.
-            have_bytes = sum(states.shard.nbytes for states in self.shard_states
-                             if states.can_step_shard_on(self.device))
-            self.offload.check(self, "masters, moments and gradients", need_bytes - have_bytes,
-                               self.device)
+        need_bytes = {} if self.offload.tier == "nvme" else {self.device: 0}
+        if self.offload.fraction < 1:
+            need_bytes[self.layers[0].device] = 0
+        for states in self.shard_states:
+            for share in states.shares(self.offload, self.device):
+                if share.offload.tier != "nvme":
+                    need_bytes[share.device] += states.nbytes(share, self.moments)
+                    # A shard that is its own master has its memory already.
+                    if states.can_step_shard_on(share.device):
+                        need_bytes[share.device] -= share.numel * states.shard.itemsize
+        for device, nbytes in need_bytes.items():
+            self.offload.check(self, "masters, moments and gradients", nbytes, device)
+        divided = self.offload.fraction not in (0, 1)
+        self.expect(not (divided and any(states.wholes for states in self.shard_states)),
+                    "cannot divide its states", "parameters that are stepped element by element",
+                    "some that are stepped whole", "leave `fraction` out")
         for states in self.shard_states:
             states.place(self.offload, self.device, self.moments)
 
         # Gradients arrive from the last shard to the first, and the step begins with the first. So
         # when the gradient of shard `count` has arrived, prefetch the states of the shards before
         # it. They take all buffers but one, which gradients need on their way to files.
-        in_files = [states for states in self.shard_states if states.in_file]
+        in_files = [states.portions[0] for states in self.shard_states if states.in_file]
         count = self.offload.buffers - 1
         if len(in_files) > count:
             in_files[count].prefetch = in_files[:count]
@@ -619,7 +629,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         clip = self.clip_grad_norm / (norm + 1e-6) if self.clip_grad_norm else 1.0
         factor = min(clip, 1.0) / self.loss_scale
         # (bytes of the largest master,), where the gradient of each shard in turn is widened.
-        scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
+        scratch = {device: torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
+                   for device in {portion.device for states in self.shard_states
+                                  for portion in states.portions}}
         # A negative sign: this rank had no gradient for some of the parameters (see `_squares`).
         used = self._used(squares.signbit().all(dim=0).tolist())
         pieces = {states: states.pieces for states in self.shard_states if states.has_grad}
@@ -682,13 +694,14 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         if not self.shard_states:
             # All layers of this stage are frozen.
             return torch.zeros(self.comm.divisor, 0, dtype=torch.double)
-        zero = torch.zeros((), device=self.device)
+        device = self.layers[0].device
+        zero = torch.zeros((), device=device)
         norms = []
         is_partial = []
         for states in self.shard_states:
             norm = states.grad_norm()
             used = states.used
-            norms.append(zero if norm is None else norm)
+            norms.append(zero if norm is None else norm.to(device))
             is_partial.append(norm is not None and used is not None
                               and len(used) < len(states.flat.slots))
         squares = torch.stack([norm.double() for norm in norms]).square()  # (shards,) fp64
@@ -698,7 +711,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
             squares = torch.stack([-square if partial else square for square, partial
                                    in zip(squares, is_partial, strict=True)])
         options = f"{self._rule()}, for parameters with the checksum {self._layout}"
-        return self.comm.numbers(self, squares.to(self.layers[0].device), options)
+        return self.comm.numbers(self, squares, options)
 
     def _used(self, partial_everywhere: list[bool]) -> dict[ShardStates, list[bool]]:
         """
@@ -768,7 +781,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         return batches
 
     def _update(self, batch: dict[ShardStates, list[Piece]], factor: float,
-                scratch: torch.Tensor) -> None:
+                scratch: dict[torch.device, torch.Tensor]) -> None:
         """
         #### Unscale, clip, step and round some shards
 
@@ -779,23 +792,29 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
             for states, stepped in batch.items():
                 # Both are in memory until the `with` ends, wherever they rest. Then the master is
                 # rounded into the shard, and files are written.
-                master, grad = in_memory.enter_context(states.in_memory(self.state))
-                if grad.dtype != master.dtype:
-                    # All shards use this memory, one after the other. Keeping all fp32 gradients
-                    # would take 4 more bytes per parameter.
-                    grad = scratch[: master.nbytes].view(master.dtype).copy_(grad)
-                if factor != 1:
-                    # In place, so a gradient that was wide enough is used up after this.
-                    grad.mul_(factor)
-                for piece in stepped:
-                    piece.param.grad = grad[piece.where]
-            with self._only(pieces):
-                self.inner.step()
+                for where, master, grad in in_memory.enter_context(states.in_memory(self.state)):
+                    if grad.dtype != master.dtype:
+                        # All shards use this memory, one after the other. Keeping all fp32
+                        # gradients would take 4 more bytes per parameter.
+                        wide = scratch[master.device].view(master.dtype)
+                        grad = wide[where.start : where.stop].copy_(grad)
+                    if factor != 1:
+                        # In place, so a gradient that was wide enough is used up after this.
+                        grad.mul_(factor)
+                    for piece in stepped:
+                        if where.start <= piece.where.start < where.stop:
+                            piece.param.grad = grad[inside(where, piece.where)]
+            # The device first: it steps its portions while the CPU steps the others.
+            devices = {piece.param.device for piece in pieces}
+            for device in sorted(devices, key=lambda device: device.type == "cpu"):
+                with self._only([piece for piece in pieces if piece.param.device == device]):
+                    self.inner.step()
             for states in batch:
                 # Record it while the pieces hold the widened gradient, so that it is counted.
-                tier = "device" if self.device == states.layer.device else "cpu"
-                nbytes = len(states.shard) * states.master_dtype.itemsize
-                states.layer.listener.record(states.layer, "step", nbytes, tier=tier)
+                for portion in states.portions:
+                    tier = "device" if portion.device == states.layer.device else "cpu"
+                    nbytes = portion.numel * states.master_dtype.itemsize
+                    states.layer.listener.record(states.layer, "step", nbytes, tier=tier)
             for piece in pieces:
                 piece.param.grad = None
         for states in batch:
@@ -822,7 +841,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         ### Memory that it holds besides parameters and optimizer states, for a `Ledger`
         """
         for states in self.shard_states:
-            yield states.grad
+            yield from (portion.grad for portion in states.current())
         yield from self.owners.held_tensors()
         yield from self.offload.memory()
 
@@ -852,8 +871,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         known: dict[torch.Tensor, dict[str, Any]] = {}
         for states in self.shard_states:
             in_buffer = states.in_file is not None
-            with states.in_memory(self.state, write=False) as (master, _):
-                masters.append(_kept(master, in_buffer))
+            with states.in_memory(self.state, write=False) as here:
+                masters.append(_kept(whole_of([each.master for each in here]), in_buffer))
                 for piece in states.pieces:
                     known[piece.param] = {
                         key: _kept(value, in_buffer)
@@ -911,8 +930,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         self.owners.load_state_dict(state_dict.get("wholes", {}), groups[count:])
         self._share_groups()
         for states, saved in zip(self.shard_states, masters, strict=True):
-            with states.in_memory(self.state) as (master, _):
-                master.copy_(saved)
+            with states.in_memory(self.state) as here:
+                for each in here:
+                    each.master.copy_(saved[each.where])
         self.good_steps = state_dict["good_steps"]
         self.skipped_steps = state_dict["skipped_steps"]
         if self.dynamic:

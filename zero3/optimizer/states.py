@@ -28,7 +28,8 @@ they share one.
 file, so one read brings them all into one of a few buffers. The optimizer prefetches the states of
 the next shards before it steps this one, and does not wait for the writes of the previous shards.
 
-A gradient goes to the place of the master as soon as it is reduced.
+A gradient goes to the place of the master as soon as it is reduced. With a `fraction`, both have
+two places (`portions.py`).
 
 **Pieces are cut once more** between parameters that are used in different steps, because the
 optimizer counts the steps of each piece.
@@ -43,7 +44,7 @@ memory.
 import copy
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -52,12 +53,13 @@ import torch
 from torch import nn
 
 from zero3.flat import FlatParameter, Names
-from zero3.gradients import norm_of_parts
+from zero3.gradients import norm_of
 from zero3.guards.shard_gradients import GradientElsewhere, elsewhere, grad_of, plain_part, set_grad
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
 from zero3.offload.memory import copy_to
 from zero3.offload.tiers import Offload
+from zero3.optimizer.portions import Here, Portion, Share, shares, whole_of
 
 # An optimizer's states: for each parameter, its moments and counters by name.
 State = MutableMapping[torch.Tensor, dict[str, Any]]
@@ -71,6 +73,16 @@ class Piece(NamedTuple):
     group_index: int  # of its param group
     where: slice  # in the master
     param: nn.Parameter  # a view of the master; without elements while the master is in a file
+
+
+class Cut(NamedTuple):
+    """
+    ## The elements of a parameter in a portion of a shard
+    """
+
+    where: slice  # in the shard
+    position: int  # of the parameter in the flat one
+    portion: int
 
 
 @dataclass(eq=False, repr=False)
@@ -88,15 +100,8 @@ class ShardStates:
     pieces: list[Piece] = field(default_factory=list)
     # The parameters that are stepped whole, by number. Each has pieces of its own.
     wholes: set[int] = field(default_factory=set)
-    # (shard_numel,), fp32 or wider, in memory; `None` while it rests in a file.
-    master: Any = None
-    shard_is_master: bool = False
-    # The gradient is this parameter's `.grad`; `None` if it rests in a file.
-    grad_holder: nn.Parameter | None = None
-    in_file: InFile | None = None  # the states that rest in a file, always with the gradient
-    file_grad_norm: torch.Tensor | None = None  # of the gradient in the file, if there is one
-    # Prefetch the states of these shards when this gradient has arrived.
-    prefetch: list["ShardStates"] = field(default_factory=list)
+    # One, or two if the states rest in two places.
+    portions: list[Portion] = field(default_factory=list)
     # The shard's `_version` when shard and master last agreed.
     synced_version: int = 0
     # Brings master and moments back, if somebody has moved them elsewhere for a while.
@@ -113,12 +118,39 @@ class ShardStates:
         """
         return torch.promote_types(self.shard.dtype, torch.float32)
 
-    def nbytes(self, moments: list[str]) -> int:
+    @property
+    def master(self) -> Any:
         """
-        ### Bytes of master, moments and gradient, if the shard is not the master
+        ### The master, `(shard_numel,)`, of a shard with one portion; `None` if it is in a file
+        """
+        (portion,) = self.portions
+        return portion.master
+
+    @property
+    def in_file(self) -> InFile | None:
+        """
+        ### The file of the states, if they rest in one
+        """
+        return self.portions[0].in_file
+
+    @property
+    def shard_is_master(self) -> bool:
+        return all(portion.is_master for portion in self.portions)
+
+    def shares(self, offload: Offload, device: torch.device) -> list[Share]:
+        """
+        ### How the states are divided between the tier and the device
+
+        * the optimizer steps on `device` what is in the tier
+        """
+        return shares(offload, len(self.shard), device, self.layer.device)
+
+    def nbytes(self, share: Share, moments: list[str]) -> int:
+        """
+        ### Bytes of master, moments and gradient of a share, if the shard is not the master
         """
         masters_and_moments = (1 + len(moments)) * self.master_dtype.itemsize
-        return len(self.shard) * (masters_and_moments + self.grad_dtype.itemsize)
+        return share.numel * (masters_and_moments + self.grad_dtype.itemsize)
 
     def can_step_shard_on(self, device: torch.device) -> bool:
         """
@@ -137,55 +169,62 @@ class ShardStates:
         """
         ### Put master, moments and gradient where they rest
 
-        * `offload` says where; the optimizer steps on `device`
+        * `offload` says where; the optimizer steps on `device` what is in its tier
         * `moments` are the names of the tensors that the optimizer keeps for each parameter
 
         All ranks call this alike.
         """
-        storage = self.flat.storage
-        values = storage.load()  # (shard_numel,)
-        tier = offload.place(self.nbytes(moments))
-        share_file = (isinstance(storage, InFile) and tier == "nvme"
-                      and self.shard.dtype == self.master_dtype)
-        self.shard_is_master = share_file or self.can_step_shard_on(device)
-
-        # In a file, `_open_file` writes the master.
-        if self.can_step_shard_on(device):
-            self.master = values
-        elif tier != "nvme":
-            self.master = copy_to(device, values, self.master_dtype, self.layer.device)
-
-        if tier == "nvme":
-            self.in_file = self._open_file(offload, values, moments)
-        elif self.shard.device == device and not isinstance(storage, InFile):
-            self.grad_holder = self.shard
-        else:
-            self.grad_holder = nn.Parameter(self.master)
-            self.grad_holder.grad_dtype = self.grad_dtype
-        if share_file:
-            storage.share(self.in_file)  # type: ignore[union-attr, attr-defined]
-        storage.release()
-
+        values = self.flat.storage.load()  # (shard_numel,)
+        self.portions = [self._portion(share, values[share.where], moments)
+                         for share in self.shares(offload, device)]
+        self.flat.storage.release()
         self._receive_gradients(offload)
         # Cut it where the param group changes.
         self.repartition(self.group_indices, {})
         self.synced_version = self.shard._version
 
-    def _open_file(self, offload: Offload, values: torch.Tensor, moments: list[str]) -> InFile:
+    def _portion(self, share: Share, values: torch.Tensor, moments: list[str]) -> Portion:
         """
-        #### Take space in a file, and write the master
+        #### Put a share of the states where it rests
+
+        * `values` are those of the shard, `(n,)`
         """
-        master_in_file = self.master is None
-        one = torch.empty(1, dtype=self.master_dtype).expand(len(values))
-        like = {"master": one} if master_in_file else {}
+        storage = self.flat.storage
+        device = share.device
+        tier = share.offload.place(self.nbytes(share, moments))
+        is_whole = share.numel == len(self.shard)
+        share_file = (isinstance(storage, InFile) and tier == "nvme" and is_whole
+                      and self.shard.dtype == self.master_dtype)
+        portion = Portion(self.flat, share.where, self.grad_dtype, device,
+                          share_file or self.can_step_shard_on(device))
+
+        # In a file, `open_file` writes the master.
+        if self.can_step_shard_on(device):
+            portion.master = values
+        elif tier != "nvme":
+            portion.master = copy_to(device, values, self.master_dtype, self.layer.device)
+
+        if tier == "nvme":
+            portion.open_file(self._new_file(share.offload, portion, moments), values)
+        elif self.shard.device == device and not isinstance(storage, InFile) and is_whole:
+            portion.grad_holder = self.shard
+        else:
+            portion.grad_holder = nn.Parameter(portion.master)
+            portion.grad_holder.grad_dtype = self.grad_dtype
+        if share_file:
+            storage.share(portion.in_file)  # type: ignore[union-attr, attr-defined]
+        return portion
+
+    def _new_file(self, offload: Offload, portion: Portion, moments: list[str]) -> InFile:
+        """
+        #### Take space in a file
+        """
+        one = torch.empty(1, dtype=self.master_dtype).expand(portion.numel)
+        like = {"master": one} if portion.master is None else {}
         like |= {name: one for name in moments}
         like["grad"] = one.to(self.grad_dtype)
         buffers = offload.buffers_for("states", self.layer, offload.buffers)
-        in_file = InFile(buffers, self.layer, like)
-        if master_in_file:
-            in_file.blank("master")["master"].copy_(values)
-            in_file.write_async("master")
-        return in_file
+        return InFile(buffers, self.layer, like)
 
     def _receive_gradients(self, offload: Offload) -> None:
         """
@@ -195,7 +234,7 @@ class ShardStates:
         `.grad`.
         """
         # Set it in either case, because an earlier optimizer may have put its own there.
-        self.flat.sink = None if self.grad_holder is self.shard else self
+        self.flat.sink = None if self.portions[0].grad_holder is self.shard else self
         self.flat.copies_views = offload.tier == "nvme"
         if not isinstance(self.flat.storage, InFile):
             self.shard.__class__ = nn.Parameter if self.shard_is_master else CountedShard
@@ -205,12 +244,22 @@ class ShardStates:
         """
         #### The elements of a new piece: a view of the master
 
-        For a master in a file, one zero stands for all elements, so that the wrapped optimizer
-        finds the right size.
+        For states in a file, one zero stands for all elements, so that the wrapped optimizer finds
+        the right size.
         """
-        if self.in_file is None:
-            return self.master[where]
+        portion = next(each for each in self.portions if where.start < each.where.stop)
+        if portion.in_file is None:
+            return portion.master[portion.inside(where)]
         return torch.zeros(1, dtype=self.master_dtype).expand(where.stop - where.start)
+
+    def _pieces_of(self, portion: Portion) -> Iterator[tuple[Piece, slice]]:
+        """
+        #### The pieces in a portion, each with its range there
+        """
+        for piece in self.pieces:
+            inside = portion.inside(piece.where)
+            if inside.start < inside.stop:
+                yield piece, inside
 
     def release_pieces(self, state: State) -> None:
         """
@@ -220,9 +269,10 @@ class ShardStates:
         """
         if self.in_file is None:
             return
-        for piece in self.pieces:
-            piece.param.data = piece.param.new_empty(0)
-        if any(piece.param in state for piece in self.pieces):
+        in_file = [piece.param for piece, _ in self._pieces_of(self.portions[0])]
+        for param in in_file:
+            param.data = param.new_empty(0)
+        if any(param in state for param in in_file):
             with self.in_memory(state):
                 pass
 
@@ -231,24 +281,20 @@ class ShardStates:
     @property
     def grad_device(self) -> torch.device:
         """
-        ### Where a reduced gradient goes; on its way to a file, CPU memory
+        ### Where a reduced gradient goes; those of two portions go on from the device
         """
-        return torch.device("cpu") if self.grad_holder is None else self.grad_holder.device
+        return self.portions[0].grad_device if len(self.portions) == 1 else self.layer.device
 
-    @property
-    def grad(self) -> torch.Tensor | None:
+    def current(self) -> list[Portion]:
         """
-        ### The gradient as a plain tensor, if there is one and it rests in memory
-
-        A `ShardGradient` would not tell the norm of one rank's part.
+        ### The portions, with the gradients that the caller has left
         """
         self._notice_replaced_grad()
-        grad = self.grad_holder.grad if self.grad_holder is not None else None
-        return None if grad is None or isinstance(grad, GradientElsewhere) else plain_part(grad)
+        return self.portions
 
     @property
     def has_grad(self) -> bool:
-        return self.grad is not None or self.file_grad_norm is not None
+        return all(portion.has_grad for portion in self.current())
 
     @property
     def used(self) -> set[tuple[str, ...]] | None:
@@ -264,15 +310,15 @@ class ShardStates:
         """
         ### The norm of the gradient, if there is one
         """
-        grad = self.grad
-        return self.file_grad_norm if grad is None else norm_of_parts(grad, self.flat.counted)
+        norms = [norms for portion in self.current() if (norms := portion.norms()) is not None]
+        return norm_of(whole_of(norms)) if norms else None
 
     @torch.no_grad()
     def add_grad(self, total: torch.Tensor, names: Names = ()) -> None:
         """
         ### Add a reduced gradient, in the place of the master
 
-        * `total` is `(shard_numel,)`, and `Reducer.deliver` has brought it to that place
+        * `total` is `(shard_numel,)`, and `Reducer.deliver` has brought it to `grad_device`
         * `names` are the parameters that have contributed to it on this rank
         """
         self._notice_replaced_grad()
@@ -282,29 +328,11 @@ class ShardStates:
             marker = elsewhere(self.flat)
             set_grad(self.shard, marker)
         marker.note_used(names)
-        if self.in_file is None:
-            self._add_in_memory(total)
-        else:
-            self._add_in_file(self.in_file, total)
-
-    def _add_in_memory(self, total: torch.Tensor) -> None:
-        holder: Any = self.grad_holder
-        # The sum of a bucket is a view, which would keep the whole bucket in memory.
-        is_view = total.untyped_storage().nbytes() > total.nbytes
-        total = total.to(holder.device, copy=is_view)
-        holder.grad = total if holder.grad is None else holder.grad.add_(total)
-
-    def _add_in_file(self, in_file: InFile, total: torch.Tensor) -> None:
-        if self.file_grad_norm is None:
-            grad = in_file.blank("grad")["grad"].copy_(total)
-        else:
-            grad = in_file.wait("grad")["grad"].add_(total.cpu())
-        # Take the norm now, or the step would have to read the gradient twice.
-        self.file_grad_norm = norm_of_parts(grad, self.flat.counted)
-        in_file.write_async("grad")
-        for states in self.prefetch:
-            if names := states._stepped_names():
-                states.read_async(*names)
+        if len(self.portions) == 1:
+            self.portions[0].add_grad(total)
+            return
+        for portion in self.portions:
+            self.layer.reducer.deliver(total[portion.where], portion, ())
 
     def _notice_replaced_grad(self) -> None:
         """
@@ -316,11 +344,13 @@ class ShardStates:
         found = grad_of(self.shard)
         if self.flat.sink is not self or isinstance(found, GradientElsewhere):
             return
-        self._forget_grad()
+        for portion in self.portions:
+            portion.drop_grad()
         if found is not None:
             used = getattr(found, "used", None)
             set_grad(self.shard, None)
             self.add_grad(plain_part(found))
+            self.layer.reducer.delivered()
             grad_of(self.shard).used = used
 
     def _hook_shard(self) -> None:
@@ -357,23 +387,13 @@ class ShardStates:
             found.used = None
         return grad
 
-    def _forget_grad(self) -> None:
-        """
-        #### Forget the gradient that rests elsewhere
-        """
-        self.file_grad_norm = None
-        if self.grad_holder is not None and self.grad_holder is not self.shard:
-            self.grad_holder.grad = None
-
     def read_grad(self) -> torch.Tensor | None:
         """
         ### The gradient, wherever it rests; a gradient in a file is copied into memory
         """
-        if not self.has_grad or self.in_file is None:
-            return self.grad
-        grad = self.in_file.wait("grad")["grad"].clone()
-        self.in_file.release()
-        return grad
+        grads = [grad for portion in self.current()
+                 if (grad := portion.read_grad()) is not None]
+        return whole_of(grads) if grads else None
 
     def drop_grad(self, set_to_none: bool = True) -> None:
         """
@@ -381,13 +401,8 @@ class ShardStates:
         """
         if set_to_none:
             set_grad(self.shard, None)
-            self._forget_grad()
-        elif self.grad is not None:
-            self.grad.zero_()
-        elif self.file_grad_norm is not None and self.in_file is not None:
-            self.file_grad_norm = torch.zeros_like(self.file_grad_norm)
-            self.in_file.blank("grad")["grad"].zero_()
-            self.in_file.write_async("grad")
+        for portion in self.current():
+            portion.drop_grad(set_to_none)
 
     def drop_scaled_grad(self) -> None:
         """
@@ -400,14 +415,6 @@ class ShardStates:
 
     # ---------------------------------------------------------------------------------------- step
 
-    def _stepped_names(self) -> list[str]:
-        """
-        #### The states in the file that a step changes: all but the gradient
-        """
-        if self.in_file is None:
-            return []
-        return [name for name in self.in_file.where if name != "grad"]
-
     def bring_back(self) -> None:
         """
         ### Have master and moments where the optimizer looks for them
@@ -418,19 +425,20 @@ class ShardStates:
             self.away()
 
     @torch.no_grad()
-    def put_master(self, master: torch.Tensor) -> None:
+    def put_master(self, master: torch.Tensor, portion: Portion | None = None) -> None:
         """
-        ### Take another tensor as the master
+        ### Take another tensor as the master of a portion; left out, of the only one
 
-        * `master` has the same values, `(shard_numel,)`; or no elements, while they are elsewhere
+        * `master` has the same values, `(n,)`; or no elements, while they are elsewhere
         """
-        self.master = master
-        for piece in self.pieces:
-            piece.param.data = master[piece.where]
-        if self.grad_holder is not None and self.grad_holder is not self.shard:
+        portion = portion or self.portions[0]
+        portion.master = master
+        for piece, inside in self._pieces_of(portion):
+            piece.param.data = master[inside]
+        if portion.grad_holder is not None and portion.grad_holder is not self.shard:
             # It has the gradient, so it keeps its shape. One element stands for all.
-            whole = master if len(master) else master.new_zeros(1).expand(len(self.shard))
-            self.grad_holder.data = whole
+            whole = master if len(master) else master.new_zeros(1).expand(portion.numel)
+            portion.grad_holder.data = whole
 
     def read_async(self, *names: str) -> None:
         """
@@ -440,100 +448,127 @@ class ShardStates:
             self.in_file.read_async(*names)
 
     @contextmanager
-    def in_memory(self, state: State, write: bool = True) -> Iterator[tuple[torch.Tensor, Any]]:
+    def in_memory(self, state: State, write: bool = True) -> Iterator[list[Here]]:
         """
         ### Master, moments and gradient in memory, inside this context
 
         * `state` is the optimizer's, of all pieces
         * `write` says that the caller changes the master and the moments
 
-        Yields the master and the gradient. At the end of a context with `write` the master is
-        rounded into the shard, and states in a file start to be written. After an exception the
-        file is as it was.
+        Yields the master and the gradient of each portion. At the end of a context with `write` the
+        masters are rounded into the shard, and states in a file start to be written. After an
+        exception the file is as it was.
         """
         self.bring_back()
-        views = self.in_file.wait() if self.in_file is not None else {}
-        master = views.get("master", self.master)
-        self._follow_shard(master)
-        if self.in_file is None:
-            yield master, self.grad
-        else:
-            self._attach(state, views, master)
-            try:
-                yield master, views["grad"]
-                self._store_new_moments(state, views)
-                if write and self._stepped_names():
-                    self.in_file.write_async(*self._stepped_names())
-            finally:
-                self._detach(state, views)
-                if self.in_file.held:
-                    self.in_file.release()
+        with ExitStack() as contexts:
+            here = [contexts.enter_context(self._portion_in_memory(portion, state, write))
+                    for portion in self.current()]
+            yield here
 
         if write and self.shard_is_master:
             # The step wrote past the shard's own count, by which its layer notices a step.
             torch.autograd.graph.increment_version(self.shard)
         elif write:
             # Round it to the shard's data type. This is what the layer gathers next.
-            self.flat.storage.replace(master)
+            self._round(here)
         if write or self.in_file is None:
             # If a master in a file was only read, the file still has the old one.
             self.synced_version = self.shard._version
 
-    def _follow_shard(self, master: torch.Tensor) -> None:
+    @contextmanager
+    def _portion_in_memory(self, portion: Portion, state: State, write: bool) -> Iterator[Here]:
+        """
+        #### Master, moments and gradient of a portion
+        """
+        in_file = portion.in_file
+        views = in_file.wait() if in_file is not None else {}
+        master = self._follow_shard(portion, views.get("master", portion.master))
+        if in_file is None:
+            yield Here(portion.where, master, portion.grad)
+            return
+        self._attach(portion, state, views, master)
+        try:
+            yield Here(portion.where, master, views["grad"])
+            self._store_new_moments(portion, state, views)
+            if write and portion.stepped_names():
+                in_file.write_async(*portion.stepped_names())
+        finally:
+            self._detach(portion, state, views)
+            if in_file.held:
+                in_file.release()
+
+    def _round(self, here: list[Here]) -> None:
+        """
+        #### Round the masters into the shard
+        """
+        storage = self.flat.storage
+        if len(here) == 1:
+            storage.replace(here[0].master)
+            return
+        values = storage.load()
+        for each in here:
+            values[each.where].copy_(each.master)
+        storage.save()
+        storage.release()
+
+    def _follow_shard(self, portion: Portion, master: torch.Tensor) -> torch.Tensor:
         """
         #### Copy the shard into the master, if the caller has written into the shard
 
         A shard that is its own master also gets its memory back, because `model.to("cpu:0")` gives
         it another one, which the optimizer would not step.
         """
-        if self.shard_is_master and self.in_file is None:
-            values = self.shard.detach()
+        if portion.is_master and portion.in_file is None:
+            values = self.shard.detach()[portion.where]
             if values.data_ptr() != master.data_ptr():
-                master.copy_(values)
-                self.shard.data = master
-        if self.synced_version != self.shard._version and not self.shard_is_master:
-            master.copy_(self.flat.storage.load())
+                self.put_master(values, portion)
+                return values
+        if self.synced_version != self.shard._version and not portion.is_master:
+            master.copy_(self.flat.storage.load()[portion.where])
             self.flat.storage.release()
+        return master
 
-    def _attach(self, state: State, views: dict[str, torch.Tensor], master: torch.Tensor) -> None:
+    def _attach(self, portion: Portion, state: State, views: dict[str, torch.Tensor],
+                master: torch.Tensor) -> None:
         """
         #### Let pieces and moments be views of the buffer that was read into
         """
-        for known, name, view in self._moments(state, views):
+        for known, name, view in self._moments(portion, state, views):
             if not known[name].numel():
                 known[name] = view
-        for piece in self.pieces:
-            piece.param.data = master[piece.where]
+        for piece, inside in self._pieces_of(portion):
+            piece.param.data = master[inside]
 
-    def _store_new_moments(self, state: State, views: dict[str, torch.Tensor]) -> None:
+    def _store_new_moments(self, portion: Portion, state: State, views: dict[str, torch.Tensor]
+                           ) -> None:
         """
         #### Copy moments that the optimizer has made in this step into the buffer
         """
-        for known, name, view in self._moments(state, views):
+        for known, name, view in self._moments(portion, state, views):
             if known[name].data_ptr() != view.data_ptr():
                 known[name] = view.copy_(known[name])
 
-    def _detach(self, state: State, views: dict[str, torch.Tensor]) -> None:
+    def _detach(self, portion: Portion, state: State, views: dict[str, torch.Tensor]) -> None:
         """
         #### Leave pieces and moments without elements: the next shard gets the buffer
         """
-        for known, name, view in self._moments(state, views):
+        for known, name, view in self._moments(portion, state, views):
             if known[name].data_ptr() == view.data_ptr():
                 known[name] = view.new_empty(0)
-        for piece in self.pieces:
+        for piece, _ in self._pieces_of(portion):
             piece.param.data = piece.param.new_empty(0)
 
     def _moments(
-        self, state: State, views: dict[str, torch.Tensor]
+        self, portion: Portion, state: State, views: dict[str, torch.Tensor]
     ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         """
         #### Every moment of every piece: its states, its name in them, and its view of the buffer
         """
-        for piece in self.pieces:
+        for piece, inside in self._pieces_of(portion):
             known = state.get(piece.param, {})
             for name, value in known.items():
                 if name in views and isinstance(value, torch.Tensor):
-                    yield known, name, views[name][piece.where]
+                    yield known, name, views[name][inside]
 
     # --------------------------------------------------------------------------------------- pieces
 
@@ -547,21 +582,33 @@ class ShardStates:
           piece that was merged has none
         """
         self.bring_back()
-        # Only parameters that have elements in this rank's shard. A whole one is a piece by itself.
-        alone = [i if i in self.wholes else -1 for i in range(len(self.spans))]
-        here = [each for each in zip(self.spans, self.group_indices, keys, alone, strict=True)
-                if each[0].start < each[0].stop]
         old = self.pieces
         pieces = []
-        for (group_index, *_), run in groupby(here, key=lambda each: each[1:]):
-            spans = [span for span, *_ in run]
-            where = slice(spans[0].start, spans[-1].stop)
-            pieces.append(self._piece(group_index, where, state))
+        for _, run in groupby(self._cuts(), key=lambda each: (
+                # A whole one is a piece by itself.
+                each.portion, self.group_indices[each.position], keys[each.position],
+                each.position if each.position in self.wholes else -1)):
+            cuts = [*run]
+            where = slice(cuts[0].where.start, cuts[-1].where.stop)
+            pieces.append(self._piece(self.group_indices[cuts[0].position], where, state))
         self.pieces = pieces
         kept = {piece.param for piece in pieces}
         for piece in old:
             if piece.param not in kept:
                 state.pop(piece.param, None)
+
+    def _cuts(self) -> list[Cut]:
+        """
+        #### The parameters that have elements in this rank's shard, cut between the portions
+        """
+        found = []
+        for position, span in enumerate(self.spans):
+            for number, portion in enumerate(self.portions):
+                where = slice(max(span.start, portion.where.start),
+                              min(span.stop, portion.where.stop))
+                if where.start < where.stop:
+                    found.append(Cut(where, position, number))
+        return found
 
     def _piece(self, group_index: int, where: slice, state: State) -> Piece:
         """
@@ -589,8 +636,7 @@ class ShardStates:
         A piece with parameters of both kinds is split between them for good.
         """
         self.repartition([*zip(self.piece_numbers(), used, strict=True)], state)
-        starts = {span.start for span, is_used in zip(self.spans, used, strict=True)
-                  if is_used and span.start < span.stop}
+        starts = {cut.where.start for cut in self._cuts() if used[cut.position]}
         return [piece for piece in self.pieces if piece.where.start in starts]
 
     def piece_numbers(self) -> list[int]:
@@ -599,8 +645,10 @@ class ShardStates:
 
         `Zero3Optimizer.state_dict` saves these, and `repartition` takes them as keys.
         """
-        return [sum(piece.where.start <= span.start for piece in self.pieces)
-                for span in self.spans]
+        # Not those that begin at the cut between two portions: a parameter may lie on both sides.
+        cuts = {portion.where.start for portion in self.portions[1:]}
+        starts = {piece.where.start for piece in self.pieces} - cuts
+        return [sum(start <= span.start for start in starts) for span in self.spans]
 
 
 class CountedShard(nn.Parameter):

@@ -231,7 +231,7 @@ class Owners:
         """
         where = whole.in_shard(self.comm.rank)
         states = whole.states
-        with states.in_memory(self.stepper.state, write=False) as (master, grad):
+        with states.in_memory(self.stepper.state, write=False) as ((_, master, grad),):
             # The next shard gets the buffer of one that rests in a file.
             copies = states.in_file is not None
             master, grad = (each[where].to(states.layer.device, copy=copies)
@@ -313,7 +313,7 @@ class Owners:
                 if not len(piece):
                     continue
                 in_file = whole.states.in_file is not None
-                with whole.states.in_memory(self.stepper.state, write=in_file) as (master, _):
+                with whole.states.in_memory(self.stepper.state, write=in_file) as ((_, master, _),):
                     master[whole.in_shard(self.comm.rank)] = piece.to(master.device)
 
     def _of_others(self, whole: Whole) -> Iterator[tuple[int, slice]]:
