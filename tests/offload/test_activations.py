@@ -24,8 +24,8 @@ from tests.ranks import run
 from tests.streams import Accelerator, Line, before
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.compression import Prune, compress
-from zero3.estimate.formulas import Moved, activations
 from zero3.estimate.ledger import Ledger
+from zero3.estimate.saved import Moved, activations, gpt2_bytes
 from zero3.in_flight import in_flight
 from zero3.offload.activations import Activations, Forward, Handle, order
 from zero3.offload.copies import Copy, Shelves
@@ -212,7 +212,7 @@ def test_the_ledger_counts_what_the_formula_says(keep, layers, tmp_path):
     Each layer but the last ones leaves once, and comes back once if it was freed. Breaks if a
     second view of a storage is moved again, or a parameter, or if the next layer moves its input a
     second time.
-    Proves `Activations`, `formulas.activations`, `Moved`, `Visit.leave`, `Visit.come`, `Ledger`.
+    Proves `Activations`, `saved.activations`, `Moved`, `Visit.leave`, `Visit.come`, `Ledger`.
     """
     model = chain(to_files(tmp_path, keep=keep), layers)
     expected = activations([2 * ONE] * layers, keep)
@@ -227,8 +227,8 @@ def test_the_ledger_counts_what_the_formula_says(keep, layers, tmp_path):
 
 def test_the_formula_on_three_calls():
     """
-    The example of `formulas.activations`, and calls that all stay.
-    Proves `formulas.activations`.
+    The example of `saved.activations`, and calls that all stay.
+    Proves `saved.activations`.
     """
     assert activations([10, 20, 40]) == Moved(30, 10, 60)
     assert activations([10, 20, 40], keep=2) == Moved(10, 0, 70)
@@ -262,7 +262,7 @@ def test_a_block_of_gpt_2_saves_what_its_shapes_say(rows, length, width, heads, 
     In fp32, with $b$ rows of $s$ tokens, $d$ features and $a$ heads, a block of GPT-2 saves
     $4bs(28d + as)$ bytes: among them the scores of attention, $4abs^2$, once. All four blocks
     leave, because the head comes after them, and three come back.
-    Proves `wrap`, `formulas.activations`, `Forward.pack`.
+    Proves `wrap`, `saved.activations`, `Forward.pack`.
     """
     block = 4 * rows * length * (28 * width + heads * length)
     head = 8 * rows * length * width
@@ -314,7 +314,7 @@ def test_at_most_the_last_calls_are_in_memory(keep, tmp_path, monkeypatch):
     Counted over all storages that autograd saves: forward holds exactly what the formula says, and
     backward as much, with the room in which a read finds the beginning of a block. Otherwise all of
     it would be in memory. Breaks if anything refers to what has left.
-    Proves `formulas.activations`, `SavedStorage.rest`, `Order.begin`, `Shelves.move`.
+    Proves `saved.activations`, `SavedStorage.rest`, `Order.begin`, `Shelves.move`.
     """
     model = chain(to_files(tmp_path, keep=keep), layers=7)
     expected = activations([2 * ONE] * 7, keep).memory_bytes
