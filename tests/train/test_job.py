@@ -155,7 +155,7 @@ def test_activations_in_files_change_no_number_and_their_bytes_are_predicted(tmp
     """
     The main job in its usual size: the table has two columns more, which are equal too. "cpu" is
     the memory that they are in already. Breaks if the first loss that has read from a file differs.
-    Proves I8, `Job.build`, `Job.saved_bytes`, `Job.predicted`, `Run.take`, `report.table`,
+    Proves I8, `Job.build`, `Job.saved`, `Job.predicted`, `Run.take`, `report.table`,
     `saved_bytes`.
     """
     ends = []
@@ -181,7 +181,7 @@ def test_tokens_of_a_large_batch_leave_too(tmp_path):
     """
     On the CPU the rows of a micro-batch are a view of the whole batch, whose storage is saved. And
     the files may have a folder of their own, in bf16.
-    Proves `Job.saved_bytes`, `check_options`.
+    Proves `Job.saved`, `check_options`.
     """
     (tmp_path / "disk").mkdir()
     run = run_job(tmp_path / "out", "--steps", "2", "--eval-every", "2", "--sample", "1", "--batch",

@@ -57,30 +57,26 @@ has no bytes that are read or written.
 
 **Run this**: `make train`; its table holds these numbers against measured ones.
 
-**Not covered, and what that costs**: activations, unless `saved_bytes` of `saved.py` are
-passed. Nodes, replicas and encodings are refused; measure them with a `Ledger`. The numbers are off
-for layers outside a `Zero3Sequential`, for parameters without a gradient or moments, and for a
-bucket with two half-precision data types. With files, they are off if only the last layer of a
-chain trains.
+**Not covered, and what that costs**: activations that nobody has counted with `saved.py`. Nodes,
+replicas and encodings are refused; measure them with a `Ledger`. The numbers are off for layers
+outside a `Zero3Sequential`, for parameters without a gradient or moments, and for a bucket with two
+half-precision data types. With files, they are off if only the last layer of a chain trains.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from zero3.estimate.formulas import LayerSpec, Part, describe
-from zero3.estimate.saved import Moved, activations
+from zero3.estimate.saved import Moved
 from zero3.guards.options import expect
-from zero3.offload.activations import LayerActivations
 from zero3.offload.disk import ALIGN_BYTES, whole_blocks
 from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.optimizer.states import moments_of
 
-# Nobody has said what autograd saves.
-NOTHING = Moved()
 
 @dataclass(frozen=True)
 class Prediction:
@@ -119,14 +115,13 @@ class Prediction:
 
 
 def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync: bool = False,
-                      saved_bytes: Sequence[int] = ()) -> Prediction:
+                      saved: Moved | None = None) -> Prediction:
     """
     ## Predict the bytes of this rank, for a model and its `Zero3Optimizer`
 
     * `micro_batches` are in a step, whose moments exist already. `no_sync` says that all but the
       last run in `no_sync()`
-    * `saved_bytes` are what autograd saves in each layer in a micro-batch, as `saved.py` counts
-      them; the layers have one `activations=`
+    * `saved` are the activations of a micro-batch, as for `predict`
 
     Raises `RuntimeError` if the model is not a `Zero3Sequential` of plain layers with one
     `Offload`, if param groups keep different states, or with nodes, replicas, encodings or
@@ -153,17 +148,13 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
                      "elementwise step", "nodes, replicas, encodings or owners of whole parameters",
                      "measure with `Ledger`")
     ((moments, step_bytes),) = kept
-    keep = len(saved_bytes)
-    saving = chain[0].saving
-    if isinstance(saving, LayerActivations) and saving.activations.moves_from(comm.device):
-        keep = saving.activations.keep
     found = predict(
         describe(modules), comm.world_size, moments=moments, step_bytes=step_bytes,
         by_messages=comm.by_messages, stage3=True, micro_batches=micro_batches, no_sync=no_sync,
         bucket_bytes=optimizer.buckets[0].bucket_bytes,
         reduce_bytes=optimizer.reduce_dtype.itemsize if optimizer.reduce_dtype else None,
         params_in=elsewhere[0] if elsewhere else None, states_in=optimizer.offload,
-        saved=activations(saved_bytes, keep))
+        saved=saved)
     # Each piece of a shard has a count of steps.
     cuts = sum(len(states.pieces) - 1 for states in optimizer.shard_states if states.pieces)
     return replace(found, optimizer_bytes=found.optimizer_bytes + cuts * step_bytes,
@@ -223,7 +214,7 @@ def predict(
     bucket_bytes: int = 0,
     params_in: Offload | None = None,
     states_in: Offload | None = None,
-    saved: Moved = NOTHING,
+    saved: Moved | None = None,
 ) -> Prediction:
     r"""
     ## Predict one rank's bytes, in a chain of layers
@@ -244,6 +235,7 @@ def predict(
     """
     params_in = params_in or Offload()
     states_in = states_in or Offload()
+    saved = saved or Moved()
     expect(params_in.frozen is None, "cannot predict", "frozen shards that rest as they are",
            f"{params_in.frozen}", "measure with `Ledger`")
     least_bytes = 4 if stage3 else 1

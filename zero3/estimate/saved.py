@@ -33,7 +33,7 @@ With `keep` above 1 a storage that a later call saves again may be counted twice
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import nn
@@ -136,9 +136,8 @@ def show_activations(args: argparse.Namespace) -> None:
     print(f"\nActivations of {args.layers} blocks of GPT-2 with {width:,} features and {heads} "
           f"heads: {args.tokens:,.0f} tokens of a rank\nin a step, in sequences of "
           f"{args.sequence:,}, without recomputation. GB (1e9 bytes):\n")
-    rows = [("", ["in memory", "out", "in"], "")]
+    rows = [("", ["out", "in", "in memory"], "")]
     for name, keep in (("stay", len(saved)), ("to cpu or nvme", 1)):
-        moved = activations(saved, keep)
-        cells = (moved.memory_bytes, moved.out_bytes, moved.in_bytes)
-        rows.append((name, [gigabytes(cell) for cell in cells], ""))
+        cells = [gigabytes(nbytes) for nbytes in astuple(activations(saved, keep))]
+        rows.append((name, cells, ""))
     print_table(rows)

@@ -52,7 +52,7 @@ from zero3.compression.compress import Compression, compress
 from zero3.estimate.formulas import describe
 from zero3.estimate.ledger import Ledger, exponents
 from zero3.estimate.predict import data_parallel, memory_table, predict_optimizer
-from zero3.estimate.saved import saved_bytes
+from zero3.estimate.saved import Moved, activations, saved_bytes
 from zero3.guards.command_line import Parser, folder, one_line, within
 from zero3.guards.options import MOST, expect, same
 from zero3.guards.room import room
@@ -668,8 +668,8 @@ class Job:
         """
         if not is_predicted(self.args):
             return {}
-        found = predict_optimizer(self.optimizer, self.args.accumulate,
-                                  saved_bytes=self.saved_bytes()).as_dict()
+        found = predict_optimizer(self.optimizer, self.args.accumulate, saved=self.saved()
+                                  ).as_dict()
         unknown = ["activation_bytes", "out_bytes", "in_bytes"] if self.compression else []
         if self.compression is not None and self.compression.groups:
             unknown += ["sent_bytes", "messages", "order_bytes"]
@@ -677,21 +677,21 @@ class Job:
             del found[name]
         return found
 
-    def saved_bytes(self) -> list[int]:
+    def saved(self) -> Moved:
         """
-        ### The bytes that autograd saves in each layer in a micro-batch, from shapes alone
+        ### The activations of a micro-batch, from shapes alone
         """
         args = self.args
-        is_moved = self.activations.moves_from(self.ranks.device)
-        below_bytes = self.activations.below_bytes if is_moved else 0
-        share = self.ranks.world_size * args.accumulate
-        # On the CPU a rank's rows are a view of the whole batch, on a GPU of its own rows.
-        whole = args.batch // (1 if self.ranks.device.type == "cpu" else self.ranks.world_size)
+        rows = args.batch // (self.ranks.world_size * args.accumulate)
+        # On the CPU a micro-batch is a view of the whole batch, on a GPU of this rank's rows.
+        whole = args.batch if self.ranks.device.type == "cpu" else rows * args.accumulate
+        leaves = self.activations.moves_from(self.ranks.device)
         with torch.device("meta"):
-            modules = [module.to(DTYPES[args.dtype]) for module in gpt.gpt_layers(self.config)]
             windows = torch.empty(whole, args.seq_len + 1, dtype=torch.long)
-            rows = windows[: args.batch // share, :-1]
-            return saved_bytes(modules, rows, below_bytes)
+            modules = [module.to(DTYPES[args.dtype]) for module in gpt.gpt_layers(self.config)]
+            saved = saved_bytes(modules, windows[:rows, :-1],
+                                self.activations.below_bytes if leaves else 0)
+        return activations(saved, self.activations.keep if leaves else len(saved))
 
     def metrics(self, device: str) -> dict[str, object]:
         """
