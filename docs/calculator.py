@@ -87,7 +87,7 @@ def compute(q: Question) -> list[Row]:
         # Only the last row offloads.
         tier = q.activations_in if stage == 4 else "device"
         parts = {at: kinds | {"activations": 0.0} for at, kinds in parts.items()}
-        saved = saved_bytes(q)
+        saved = saved_by_layer(q)
         found = activations(saved, len(saved) if tier == "device" else 1)
         parts["device"]["activations"] = found.memory_bytes
         if tier != "device":
@@ -97,7 +97,7 @@ def compute(q: Question) -> list[Row]:
     return rows
 
 
-def saved_bytes(q: Question) -> list[int]:
+def saved_by_layer(q: Question) -> list[int]:
     """
     ## What autograd saves in each layer, if all of them are blocks of GPT-2, and in a head
     """
