@@ -1,6 +1,6 @@
 // The calculator: memory and traffic of one rank, for any model.
 //
-// The formulas are those of `zero3/estimate/formulas.py`, and a test compares them. The script needs
+// The formulas are those of `formulas.py` and `saved.py` in `zero3/estimate`, and a test compares them. The script needs
 // only `<div id="calculator">`. Inputs are kept in the address: `#model=8b&layers=32&ranks=64`.
 (() => {
   "use strict";
@@ -11,7 +11,7 @@
   // Bytes of a parameter, its gradient, and its optimizer states.
   const WIDTHS = { fp32: [4, 4, 8], 16: [2, 2, 12], 18: [2, 4, 12], 20: [2, 2, 16] };
   const NAMES = ["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 with offload"];
-  const none = () => ({ parameters: 0, gradients: 0, states: 0, working: 0 });
+  const none = () => ({ parameters: 0, gradients: 0, states: 0, working: 0, activations: 0 });
 
   // ZeRO's Table 1 in parts, and the working buffers of each stage.
   function stageParts({ params, ranks, layers, precision }, stage) {
@@ -59,19 +59,36 @@
     return moved;
   }
 
+  // What autograd saves in blocks of GPT-2 and in the head. If it leaves, all blocks do, all but
+  // the last come back, and at most two calls are in memory.
+  function activations({ params, layers, precision, sequence, batch }, leaves) {
+    const width = Math.max(1, Math.floor(Math.sqrt(params / (12 * layers))));
+    const token = WIDTHS[precision][0] * batch * sequence;
+    const block = token * (28 * width + Math.ceil(width / 64) * sequence), head = 2 * token * width;
+    if (!leaves) return { memory: layers * block + head, out: 0, moved: 0 };
+    return { memory: block + (layers > 1 ? block : head), out: layers * block,
+      moved: (2 * layers - 1) * block };
+  }
+
   // A row for each of `NAMES`: bytes in each tier by kind, and the traffic of a step.
-  // `q` has params, ranks, layers, precision, params_in and states_in.
+  // `q` has params, ranks, layers, precision, params_in, states_in, sequence, batch and
+  // activations_in.
   function compute(q) {
     return NAMES.map((name, stage) => {
       const offload = stage === 4;
       const elements = (stage > 2 ? 3 : 2) * q.params * (q.ranks - 1) / q.ranks;
-      return {
-        name,
-        parts: offload ? offloadParts(q)
-          : { device: stageParts(q, stage), cpu: none(), nvme: none() },
-        sent_elements: elements, sent_bytes: elements * WIDTHS[q.precision][0],
-        moved: offload ? offloadMoves(q) : { cpu: 0, nvme: 0 },
-      };
+      const parts = offload ? offloadParts(q)
+        : { device: stageParts(q, stage), cpu: none(), nvme: none() };
+      const moved = offload ? offloadMoves(q) : { cpu: 0, nvme: 0 };
+      const tier = offload ? q.activations_in : "device";
+      const saved = activations(q, tier !== "device");
+      parts.device.activations = saved.memory;
+      if (tier !== "device") {
+        parts[tier].activations = saved.out;
+        moved[tier] += saved.moved;
+      }
+      return { name, parts, moved, sent_elements: elements,
+        sent_bytes: elements * WIDTHS[q.precision][0] };
     });
   }
 
@@ -85,10 +102,12 @@
     ["cpu-nvme", "parameters to CPU, states to files"],
     ["nvme-nvme", "parameters, states to files"]];
   const CHOICES = OFFLOADS.map(([pair]) => pair);
+  const ACTIVATIONS = [["device", "stay"], ["cpu", "to CPU memory"], ["nvme", "to files"]];
   const DEFAULTS = { model: "8b", layers: "32", ranks: "64", precision: "16", offload: "device-device",
-    gpu: "80GB" };
+    gpu: "80GB", sequence: "2048", batch: "0", activations: "device" };
   const LABELS = { model: "Parameters", layers: "Layers", ranks: "Ranks", precision: "Precision, bytes per parameter",
-    offload: "Offload", gpu: "Memory of a GPU" };
+    offload: "Offload", gpu: "Memory of a GPU", sequence: "Tokens in a sequence",
+    batch: "Sequences of a rank", activations: "Activations" };
   const EXPECTED = {
     model: "a number of parameters from 1 up, such as 8b, 350m or 7.5e9",
     layers: "a whole number from 1 up, such as 32",
@@ -96,6 +115,9 @@
     precision: `one of ${Object.keys(WIDTHS).join(", ")}`,
     offload: `one of ${CHOICES.join(", ")}`,
     gpu: "a number of bytes, such as 80GB",
+    sequence: "a whole number from 1 up, such as 2048",
+    batch: "a whole number from 0 up, such as 4",
+    activations: `one of ${ACTIVATIONS.map(([tier]) => tier).join(", ")}`,
   };
 
   // Read 7.5e9, 8b, 80GB or 1TB, in powers of 1000, as `number` in `formulas.py` does. NaN otherwise.
@@ -127,16 +149,19 @@
     layers: (value) => Number.isInteger(value) && value >= 1 && value <= MOST,
     ranks: (value) => Number.isInteger(value) && value >= 1 && value <= MOST,
     gpu: (value) => value <= MOST,
+    sequence: (value) => Number.isInteger(value) && value >= 1 && value <= MOST,
+    batch: (value) => Number.isInteger(value) && value <= MOST,
     precision: (text) => text in WIDTHS,
     offload: (text) => CHOICES.includes(text),
+    activations: (text) => ACTIVATIONS.some(([tier]) => tier === text),
   };
+  const CHOSEN = ["precision", "offload", "activations"];
 
   // The question that the fields ask, and a message for each field that cannot be read.
   function read(texts) {
     const values = {}, problems = {};
     for (const [name, good] of Object.entries(GOOD)) {
-      const chosen = name === "precision" || name === "offload";
-      values[name] = chosen ? texts[name] : typedNumber(texts[name]);
+      values[name] = CHOSEN.includes(name) ? texts[name] : typedNumber(texts[name]);
       if (!good(values[name])) {
         const got = texts[name].trim() || "nothing";
         problems[name] = `${LABELS[name]}: expected ${EXPECTED[name]}. Got: ${got}.` +
@@ -145,7 +170,8 @@
     }
     const [params_in, states_in] = values.offload.split("-");
     return { problems, gpu: values.gpu, q: { params: values.model, ranks: values.ranks,
-      layers: values.layers, precision: values.precision, params_in, states_in } };
+      layers: values.layers, precision: values.precision, params_in, states_in,
+      sequence: values.sequence, batch: values.batch, activations_in: values.activations } };
   }
 
   // ------------------------------------------------------------------------------------ output
@@ -178,12 +204,13 @@
   // The colour of a kind says whether it is whole or in shards.
   const MEANING = [["whole", "whole parameters"], ["shard", "shards of parameters"],
     ["grad", "whole gradients"], ["reduced", "shards of gradients"], ["state", "optimizer states"],
-    ["working", "working buffers"]];
+    ["working", "working buffers"], ["saved", "activations"]];
   const KINDS = {
     parameters: ["parameters", (stage) => stage > 2 ? "shard" : "whole"],
     gradients: ["gradients", (stage) => stage > 1 ? "reduced" : "grad"],
     states: ["states", () => "state"],
     working: ["working buffers", () => "working"],
+    activations: ["activations", () => "saved"],
   };
   const swatch = (meaning) => el("i", { class: `calc-swatch calc-${meaning}`, "aria-hidden": true });
 
@@ -234,6 +261,8 @@
         cell(row.moved.cpu, bytes), cell(row.moved.nvme, bytes))));
   }
 
+  const listed = (texts) => [texts.slice(0, -1).join(", "), texts[texts.length - 1]].join(" and ");
+
   // The answer in words.
   function sentence(q, rows, gpu) {
     const row = rows[rows.length - 1], device = sum(row.parts.device);
@@ -242,12 +271,14 @@
     if (sum(nvme)) elsewhere.push(`${bytes(sum(nvme))} in files`);
     const ranks = q.ranks === 1 ? "On 1 rank" : `On ${q.ranks.toLocaleString("en-US")} ranks`;
     const also = elsewhere.length ? ` It also needs ${elsewhere.join(" and ")}.` : "";
-    const { working } = row.parts.device, states = device - working;
-    const parts = states ? `: ${bytes(states)} of model states and ${bytes(working)} of working buffers`
-      : ", all of it working buffers";
+    const { working, activations } = row.parts.device, states = device - working - activations;
+    const named = [[states, "model states"], [working, "working buffers"],
+      [activations, "activations"]].filter(([value]) => value);
+    const parts = named.length === 1 ? `, all of it ${named[0][1]}`
+      : `: ${listed(named.map(([value, name]) => `${bytes(value)} of ${name}`))}`;
     return `${ranks}, ${row.name} needs ${bytes(device)} on each device${parts}. That ` +
-      `${device <= gpu ? "fits" : "does not fit"} a GPU with ${bytes(gpu)}, before activations.` +
-      `${also} Plain data parallel training needs ${bytes(sum(rows[0].parts.device))}.`;
+      `${device <= gpu ? "fits" : "does not fit"} a GPU with ${bytes(gpu)}` +
+      `${activations ? "." : ", before activations."}${also} Plain data parallel training needs ${bytes(sum(rows[0].parts.device))}.`;
   }
 
   // -------------------------------------------------------------------------------------- page
@@ -293,7 +324,7 @@
     }
     const rows = compute(q);
     // Without offload the last row would repeat the one above it.
-    if (q.states_in === "device") rows.pop();
+    if (q.states_in === "device" && (q.activations_in === "device" || !q.batch)) rows.pop();
     ui.says.textContent = sentence(q, rows, gpu);
     ui.bars.replaceChildren(legend(rows, gpu), ...bars(rows, gpu));
     ui.traffic.replaceChildren(traffic(rows));
@@ -335,6 +366,7 @@
     el("form", { class: "calc-form", onsubmit: (event) => event.preventDefault() },
       el("div", { class: "calc-presets", role: "group", "aria-label": "Models" }, "Model", presets),
       typed("model"), typed("layers"), typed("ranks"), typed("gpu"),
+      typed("sequence"), typed("batch"), choice("activations", ACTIVATIONS),
       // A message in a narrow field would wrap into many lines.
       el("div", { class: "calc-notes" }, Object.values(notes)),
       choice("precision", PRECISIONS), choice("offload", OFFLOADS)),

@@ -19,14 +19,16 @@ Without JavaScript the page shows this example as a table, which `table` fills i
 
 **Run this**: `python -m docs.calculator` prints the example.
 
-**Not covered, and what that costs**: activations, which need device memory too. All layers are
-taken to be equally large, so a large embedding needs more working memory than the calculator says.
+**Not covered, and what that costs**: recomputation, which saves fewer activations, and blocks that
+save others than GPT-2's. All layers are taken to be equally large, so a large embedding needs more
+working memory than the calculator says.
 """
 
 from dataclasses import dataclass
 
 from docs.rungs import html_table
 from zero3.estimate.formulas import KINDS, WIDTHS, places, sent_elements, stage_parts
+from zero3.estimate.saved import HEAD_WIDTH, activations, gpt2_bytes, gpt2_width
 
 SCHEMES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 with offload")
 TIERS = {"device": "device", "cpu": "CPU", "nvme": "files"}
@@ -47,6 +49,9 @@ class Question:
     precision: str = "16"  # one of `WIDTHS`, as text
     params_in: str = "device"
     states_in: str = "cpu"
+    sequence: int = 2048
+    batch: int = 0  # sequences of a rank in a step; 0 leaves activations out
+    activations_in: str = "device"
 
     @property
     def basis(self) -> int | str:
@@ -60,7 +65,7 @@ class Row:
     """
 
     name: str
-    parts: dict[str, dict[str, float]]  # bytes in each tier, by `KINDS`
+    parts: dict[str, dict[str, float]]  # bytes in each tier, by `KINDS` and of activations
     sent_elements: float  # to other ranks, in a step
     sent_bytes: float
     moved: dict[str, float]  # bytes into and out of CPU memory and files, in a step
@@ -79,8 +84,26 @@ def compute(q: Question) -> list[Row]:
     rows = []
     for stage, (name, (parts, moved)) in enumerate(zip(SCHEMES, held, strict=True)):
         sent = sent_elements(q.params, q.ranks, min(stage, 3))
+        # Only the last row offloads.
+        tier = q.activations_in if stage == 4 else "device"
+        parts = {at: kinds | {"activations": 0.0} for at, kinds in parts.items()}
+        saved = saved_by_layer(q)
+        found = activations(saved, len(saved) if tier == "device" else 1)
+        parts["device"]["activations"] = found.memory_bytes
+        if tier != "device":
+            parts[tier]["activations"] = found.out_bytes
+            moved = moved | {tier: moved[tier] + found.out_bytes + found.in_bytes}
         rows.append(Row(name, parts, sent, sent * WIDTHS[q.basis][0], moved))
     return rows
+
+
+def saved_by_layer(q: Question) -> list[int]:
+    """
+    ## What autograd saves in each layer, if all of them are blocks of GPT-2, and in a head
+    """
+    width = gpt2_width(q.params, q.layers)
+    return gpt2_bytes(q.layers, width, -(-width // HEAD_WIDTH), q.batch * q.sequence, q.sequence,
+                      WIDTHS[q.basis][0])
 
 
 def table(q: Question | None = None) -> str:

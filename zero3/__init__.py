@@ -50,6 +50,7 @@ is `minimal.py` grown up. Those with "more" can be skipped.
 | more | `estimate/ledger.py` | `Ledger`: measured bytes |
 | more | `estimate/predict.py` | `predict`: the same bytes, from shapes |
 | more | `estimate/formulas.py` | the papers' formulas |
+| more | `estimate/saved.py` | what autograd saves, and how much of it leaves |
 | more | `estimate/layouts.py` | `Layout`: groups of ranks and encodings |
 | more | `estimate/between.py` | which layout sends the fewest bytes |
 | more | `estimate/splitting.py` | what split layers keep and send |

@@ -65,18 +65,20 @@ def bars(browser):
 
 def test_the_script_and_the_formulas_have_the_same_numbers(page, browser):
     """
-    For five models, six numbers of ranks, two depths, all precisions and all choices of tiers, each
-    number of each row is equal up to rounding. Breaks if a formula changes in one place only.
+    For five models, six numbers of ranks, two depths, all precisions, all choices of tiers, and
+    activations in each tier, each number of each row is equal up to rounding. Breaks if a formula
+    changes in one place only.
     """
     questions = [
-        calculator.Question(params, ranks, layers, str(basis), *tiers)
-        for params, ranks, layers, basis, tiers in product(
-            (1, 125e6, 1.3e9, 8e9, 70e9), (1, 2, 3, 64, 1000, 10**6), (1, 81), WIDTHS, CHOICES)]
+        calculator.Question(params, ranks, layers, str(basis), *tiers, *saved)
+        for params, ranks, layers, basis, tiers, saved in product(
+            (1, 125e6, 1.3e9, 8e9, 70e9), (1, 2, 3, 64, 1000, 10**6), (1, 81), WIDTHS, CHOICES,
+            ((2048, 0, "device"), (1, 1, "cpu"), (8192, 7, "nvme")))]
     look(browser, WIDE)
     visit(browser, page)
     answers = browser.execute_script("return arguments[0].map(calculator.compute)",
                                      [asdict(q) for q in questions])
-    assert len(questions) == len(answers) == 1440
+    assert len(questions) == len(answers) == 3 * 1440
     for q, rows in zip(questions, answers, strict=True):
         for mine, its in zip(calculator.compute(q), rows, strict=True):
             assert flat(its) == pytest.approx(flat(asdict(mine)), rel=1e-12), q
@@ -163,6 +165,27 @@ def test_bars_and_answer_follow_what_is_typed(page, browser):
     assert widths[1] == pytest.approx((8 + 8 / 512) / 16, abs=0.02)
 
 
+def test_activations_are_in_the_bars_and_may_leave(page, browser):
+    """
+    One sequence of 2,048 tokens, through 32 blocks with 4,564 features: 36.1 GB beside the model
+    states. In files only two blocks' are in memory, of the last row alone. Breaks if the other rows
+    lose theirs, or if the row of offload does not appear.
+    """
+    look(browser, WIDE)
+    visit(browser, page)
+    type_into(browser, "batch", "1")
+    assert bars(browser) == ["164 GB", "69.6 GB", "54.4 GB", "39.6 GB"]
+    said = find(browser, ".calc-says").text
+    assert ("needs 39.6 GB on each device: 2 GB of model states, 1.5 GB of working buffers and "
+            "36.1 GB of activations. That fits a GPU with 80 GB.") in said
+    find(browser, "#calc-activations option[value=nvme]").click()
+    assert bars(browser) == ["164 GB", "69.6 GB", "54.4 GB", "39.6 GB", "5.75 GB", "36.1 GB"]
+    said = find(browser, ".calc-says").text
+    assert "It also needs 36.1 GB in files." in said and "2.25 GB of activations" in said
+    cells = [cell.text for cell in browser.find_elements("css selector", ".calc-traffic td")]
+    assert cells[-4:] == ["23.6 billion", "47.3 GB", "0", "71 GB"]
+
+
 def test_without_offload_there_are_four_rows(page, browser):
     """
     The last row would repeat ZeRO-3, and the answer is then about ZeRO-3. The page begins with it.
@@ -185,6 +208,8 @@ def test_without_offload_there_are_four_rows(page, browser):
     ("ranks", "1,00", "a whole number from 1 up, such as 64. Got: 1,00. Write 7.5b, not 7,5b: "
                       "commas only group digits of whole numbers, as in 8,000,000,000."),
     ("gpu", " ", "a number of bytes, such as 80GB. Got: nothing."),
+    ("sequence", "0", "a whole number from 1 up, such as 2048. Got: 0."),
+    ("batch", "0.5", "a whole number from 0 up, such as 4. Got: 0.5."),
 ])
 def test_bad_input_is_told_what_is_expected(name, text, expected, page, browser):
     """
@@ -241,7 +266,8 @@ def test_commas_group_the_digits_of_whole_numbers(text, value, page, browser):
     visit(browser, page)
     problems, params = browser.execute_script("""
         const { problems, q } = calculator.read({ model: arguments[0], layers: '1', ranks: '1',
-            gpu: '80GB', precision: '16', offload: 'device-cpu' });
+            gpu: '80GB', precision: '16', offload: 'device-cpu', sequence: '1', batch: '0',
+            activations: 'device' });
         return [Object.keys(problems), q.params];
     """, text)
     assert (problems, params) == ((["model"], None) if value is None else ([], value))
@@ -263,11 +289,14 @@ def test_the_address_keeps_the_input(page, browser):
     but not read.
     """
     look(browser, WIDE)
-    visit(browser, page + "#model=1.3b&ranks=8&precision=20&offload=cpu-tape")
+    visit(browser, page + "#model=1.3b&ranks=8&precision=20&offload=cpu-tape&batch=3&"
+          "activations=nvme")
     value = {name: find(browser, f"#calc-{name}").get_attribute("value")
-             for name in ("model", "layers", "ranks", "precision", "offload", "gpu")}
+             for name in ("model", "layers", "ranks", "precision", "offload", "gpu", "sequence",
+                          "batch", "activations")}
     assert value == {"model": "1.3b", "layers": "32", "ranks": "8", "precision": "20",
-                     "offload": "device-device", "gpu": "80GB"}
+                     "offload": "device-device", "gpu": "80GB", "sequence": "2048", "batch": "3",
+                     "activations": "nvme"}
     type_into(browser, "ranks", "16")
     browser.set_script_timeout(5)
     browser.execute_async_script("setTimeout(arguments[0], 400)")
@@ -318,7 +347,7 @@ def test_the_calculator_fits_its_window_and_can_be_read(size, theme, page, brows
     least 4.5, with a message about bad input too. Breaks if text has a colour of the bars.
     """
     look(browser, size, theme)
-    visit(browser, page + "#model=70b&ranks=3&offload=nvme-nvme&layers=x")
+    visit(browser, page + "#model=70b&ranks=3&offload=nvme-nvme&layers=x&batch=4&activations=cpu")
     assert find(browser, "#calc-layers-note").is_displayed()
     assert find(browser, ".calc-says").text == "Correct the marked input first."
     assert browser.execute_script(CONTRAST) == [0, [], []]

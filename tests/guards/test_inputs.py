@@ -162,6 +162,21 @@ def test_sizes_beyond_memory_are_refused_with_what_they_need(options, what, tmp_
     assert time.perf_counter() - start_s < 20
 
 
+def test_of_blocks_whose_activations_leave_two_need_memory(tmp_path, capsys, monkeypatch):
+    """
+    Of eight blocks with an attention of 115 GB each. Breaks if a run is refused that would fit.
+    Proves `check_memory`.
+    """
+    monkeypatch.setattr(train, "room", lambda at: 40 * 10**9)
+    sizes = [*SMALL, f"--out={tmp_path}", "--layers=8", "--seq-len=30000", "--batch=16"]
+    needs = []
+    for where in ("device", "nvme"):
+        told = refused(capsys, train.main, *sizes, f"--activations={where}")
+        needs.append(told.partition("Expected: at least ")[2].partition(" ")[0].replace(",", ""))
+    logits = 4 * 16 * 30_000 * 256
+    assert [int(need) - logits for need in needs] == [n * 4 * 16 * 2 * 30_000**2 for n in (8, 2)]
+
+
 def test_the_size_of_the_model_is_known_before_it_is_built():
     """
     Breaks where a layer gets another parameter and the check of memory does not hear of it.

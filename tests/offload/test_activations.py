@@ -24,8 +24,8 @@ from tests.ranks import run
 from tests.streams import Accelerator, Line, before
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.compression import Prune, compress
-from zero3.estimate.formulas import Moved, activations
 from zero3.estimate.ledger import Ledger
+from zero3.estimate.saved import Moved, activations, gpt2_bytes
 from zero3.in_flight import in_flight
 from zero3.offload.activations import Activations, Forward, Handle, order
 from zero3.offload.copies import Copy, Shelves
@@ -212,7 +212,7 @@ def test_the_ledger_counts_what_the_formula_says(keep, layers, tmp_path):
     Each layer but the last ones leaves once, and comes back once if it was freed. Breaks if a
     second view of a storage is moved again, or a parameter, or if the next layer moves its input a
     second time.
-    Proves `Activations`, `formulas.activations`, `Moved`, `Visit.leave`, `Visit.come`, `Ledger`.
+    Proves `Activations`, `saved.activations`, `Moved`, `Visit.leave`, `Visit.come`, `Ledger`.
     """
     model = chain(to_files(tmp_path, keep=keep), layers)
     expected = activations([2 * ONE] * layers, keep)
@@ -227,16 +227,17 @@ def test_the_ledger_counts_what_the_formula_says(keep, layers, tmp_path):
 
 def test_the_formula_on_three_calls():
     """
-    The example of `formulas.activations`, and calls that all stay.
-    Proves `formulas.activations`.
+    The example of `saved.activations`, calls that all stay, and some that save nothing.
+    Proves `saved.activations`.
     """
     assert activations([10, 20, 40]) == Moved(30, 10, 60)
     assert activations([10, 20, 40], keep=2) == Moved(10, 0, 70)
     assert activations([10, 20, 40], keep=5) == Moved(0, 0, 70)
+    assert activations([0, 10, 0, 20, 40, 0]) == Moved(30, 10, 60)
     assert activations([]) == Moved(0, 0, 0)
 
 
-def gpt(folder, rows, length, width, heads):
+def gpt(folder, rows, length, width, heads, dtype):
     """GPT-2's blocks: what the ledger says of a step"""
     # `wholes` has seen to it that this needs no other library.
     import transformers
@@ -248,26 +249,28 @@ def gpt(folder, rows, length, width, heads):
         attn_implementation="eager")
     # More than the statistics of a norm and the ids of the tokens.
     where = Activations(Offload("nvme", folder), below_bytes=8 * rows * length + 1)
-    model = wrap(transformers.GPT2LMHeadModel(config), GPT2Block, activations=where)
+    model = wrap(transformers.GPT2LMHeadModel(config).to(dtype), GPT2Block, activations=where)
     ids = torch.randint(50, (rows, length))
     with Ledger(model) as tape:
         model(ids).logits.square().mean().backward()
     return tape.out_bytes, tape.in_bytes, moved(tape, "activations out")
 
 
-@pytest.mark.parametrize("rows, length, width, heads", [
-    (4, 32, 64, 4), (4, 64, 64, 4), (2, 32, 128, 8)])
-def test_a_block_of_gpt_2_saves_what_its_shapes_say(rows, length, width, heads, tmp_path):
+@pytest.mark.parametrize("rows, length, width, heads, dtype", [
+    (4, 32, 64, 4, torch.float32), (4, 64, 64, 4, torch.bfloat16), (2, 32, 128, 8, torch.float32)])
+def test_a_block_of_gpt_2_saves_what_its_shapes_say(rows, length, width, heads, dtype, tmp_path):
     r"""
     In fp32, with $b$ rows of $s$ tokens, $d$ features and $a$ heads, a block of GPT-2 saves
-    $4bs(28d + as)$ bytes: among them the scores of attention, $4abs^2$, once. All four blocks
-    leave, because the head comes after them, and three come back.
-    Proves `wrap`, `formulas.activations`, `Forward.pack`.
+    $4bs(28d + as)$ bytes: among them the scores of attention, $4abs^2$, once. In bf16 it is half of
+    that. All four blocks leave, because the head comes after them, and three come back.
+    Proves `wrap`, `saved.activations`, `gpt2_bytes`, `Forward.pack`.
     """
-    block = 4 * rows * length * (28 * width + heads * length)
-    head = 8 * rows * length * width
-    for out_bytes, in_bytes, leaving in run(gpt, 2, str(tmp_path), rows, length, width, heads):
-        expected = activations([block] * 4 + [head])
+    saved = gpt2_bytes(4, width, heads, rows * length, length, dtype.itemsize)
+    block = dtype.itemsize * rows * length * (28 * width + heads * length)
+    assert saved == [block] * 4 + [2 * dtype.itemsize * rows * length * width]
+    for out_bytes, in_bytes, leaving in run(gpt, 2, str(tmp_path), rows, length, width, heads,
+                                            dtype):
+        expected = activations(saved)
         assert leaving == [(f"{i}", block) for i in (1, 2, 3, 4)]
         assert (out_bytes, in_bytes) == (expected.out_bytes, expected.in_bytes)
 
@@ -314,7 +317,7 @@ def test_at_most_the_last_calls_are_in_memory(keep, tmp_path, monkeypatch):
     Counted over all storages that autograd saves: forward holds exactly what the formula says, and
     backward as much, with the room in which a read finds the beginning of a block. Otherwise all of
     it would be in memory. Breaks if anything refers to what has left.
-    Proves `formulas.activations`, `SavedStorage.rest`, `Order.begin`, `Shelves.move`.
+    Proves `saved.activations`, `SavedStorage.rest`, `Order.begin`, `Shelves.move`.
     """
     model = chain(to_files(tmp_path, keep=keep), layers=7)
     expected = activations([2 * ONE] * 7, keep).memory_bytes

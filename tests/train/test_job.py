@@ -151,6 +151,49 @@ def test_a_run_from_files_has_the_losses_of_one_in_memory_and_its_table_is_equal
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
+def test_activations_in_files_change_no_number_and_their_bytes_are_predicted(tmp_path):
+    """
+    The main job in its usual size: the table has two columns more, which are equal too. "cpu" is
+    the memory that they are in already. Breaks if the first loss that has read from a file differs.
+    Proves I8, `Job.build`, `Job.saved`, `Job.predicted`, `Run.take`, `report.table`,
+    `saved_bytes`.
+    """
+    ends = []
+    for where in ("device", "cpu", "nvme"):
+        run = run_job(tmp_path, "--steps", "3", "--eval-every", "3", "--sample", "1",
+                      "--activations", where, worker=large)
+        assert run.returncode == 0, run.stderr
+        measured = [line for line in run.stdout.splitlines() if "measured" in line]
+        columns = 5 if where == "nvme" else 3
+        assert [line.count("equal") for line in measured] == [columns, columns]
+        ends.append(json.loads((tmp_path / "metrics.json").read_text()))
+    assert ends[0]["losses"] == ends[1]["losses"] == ends[2]["losses"]
+    assert ends[0]["held_out"] == ends[2]["held_out"]
+    for row, predicted in zip(ends[2]["measured"], ends[2]["predicted"], strict=True):
+        for column in ("out_bytes", "in_bytes", "rest_bytes", "peak_bytes", "sent_bytes"):
+            assert row[column] == predicted[column] > 0, column
+        assert 4 * row["in_bytes"] == 3 * row["out_bytes"] == 6 * predicted["activation_bytes"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "loss.png", "tape.png", "gradients.png", "metrics.json"}
+
+
+def test_tokens_of_a_large_batch_leave_too(tmp_path):
+    """
+    On the CPU the rows of a micro-batch are a view of the whole batch, whose storage is saved. And
+    the files may have a folder of their own, in bf16.
+    Proves `Job.saved`, `check_options`.
+    """
+    (tmp_path / "disk").mkdir()
+    run = run_job(tmp_path / "out", "--steps", "2", "--eval-every", "2", "--sample", "1", "--batch",
+                  "2048", "--accumulate", "2", "--dtype", "bf16", "--activations", "nvme",
+                  "--offload-folder", f"{tmp_path}/disk")
+    assert run.returncode == 0, run.stderr
+    metrics = json.loads((tmp_path / "out/metrics.json").read_text())
+    for row, predicted in zip(metrics["measured"], metrics["predicted"], strict=True):
+        assert row["out_bytes"] == predicted["out_bytes"] > 2 * 2048 * 17 * 8
+        assert row["in_bytes"] == predicted["in_bytes"] > 0
+
+
 def test_a_run_leaves_pictures_and_figures(finished):
     """
     Breaks where a picture is not written, or losses are lost between evaluations.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from zero3.estimate.between import show_layouts
 from zero3.estimate.formulas import number, show_places, show_stages
+from zero3.estimate.saved import show_activations
 from zero3.estimate.splitting import show_tensor
 from zero3.guards.command_line import Parser, within
 from zero3.guards.options import expect
@@ -27,7 +28,8 @@ NUMBERS: dict[str, tuple[Callable[[str], float], float | None, float, str]] = {
     "nodes": (int, None, 2, "machines with as many ranks each: compares layouts"),
     "link": (number, None, 1, "between nodes, bytes that leave one in a second: 25GB"),
     "tensor": (int, None, 1, "compares tensor sizes up to this one, for --width"),
-    "width": (int, None, 1, "features of a position, with --tensor"),
+    "width": (int, None, 1, "features of a position, with --tensor or --sequence"),
+    "sequence": (int, None, 1, "tokens of a sequence: counts activations, as of GPT-2"),
 }
 
 
@@ -38,7 +40,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(
         prog="python -m zero3.estimate",
         description="Memory for model states, stage by stage; with --gpu, tier by tier; with "
-        "--nodes, layout by layout; with --tensor, for layers that ranks split.")
+        "--nodes, layout by layout; with --tensor, for layers that ranks split; with --sequence, "
+        "for activations.")
     parser.add_argument("--params", "--model", type=number, required=True,
                         help="of the model: 7.5e9, or 8b")
     for name, (kind, default, _, text) in NUMBERS.items():
@@ -59,6 +62,8 @@ def main(argv: list[str] | None = None) -> None:
         show_stages(args.params, args.ranks)
     else:
         show_places(args, {"device": args.gpu, "cpu": args.cpu, "nvme": args.nvme})
+    if args.sequence is not None:
+        show_activations(args)
 
 
 def check_args(args: argparse.Namespace) -> None:
@@ -82,7 +87,7 @@ def check_args(args: argparse.Namespace) -> None:
         within("--tensor", args.tensor, 1, args.ranks)
         expect(args.nodes is None and args.gpu is None, "--tensor compares tensor sizes",
                "neither --nodes nor --gpu", "one of them", "leave out --tensor to compare those")
-    if args.nodes is not None or args.tensor is not None:
+    if any(each is not None for each in (args.nodes, args.tensor, args.sequence)):
         within("--layers", args.layers, 1, MOST_LAYERS)
 
 

@@ -23,14 +23,14 @@ computation in flops per second.
 **Run this**: `python -m zero3.estimate --params 7.5e9 --ranks 64`, or `python -m zero3.estimate
 --model 8b --ranks 1 --gpu 80GB --cpu 128GB --nvme 1TB`.
 
-**Not covered, and what that costs**: how many bytes of activations a layer saves. The formulas
-assume the papers' data types and Adam; `predict.py` uses the real layers, to the byte.
+**Not covered, and what that costs**: activations, which `saved.py` counts. The formulas assume the
+papers' data types and Adam; `predict.py` uses the real layers, to the byte.
 """
 
 import argparse
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -205,32 +205,6 @@ def bandwidth_for(part: float, ait: float, peak: float) -> float:
     * `part` is the efficiency, at least 0 and below 1
     """
     return part / (1 - part) * peak / ait
-
-
-@dataclass(frozen=True)
-class Moved:
-    """
-    ## What a step moves between the device and another tier, and the most that it holds
-    """
-
-    out_bytes: int
-    in_bytes: int
-    memory_bytes: int
-
-
-def activations(saved_bytes: Sequence[int], keep: int = 1) -> Moved:
-    r"""
-    ## Activations that rest elsewhere, with `activations=`
-
-    * `saved_bytes` are the bytes that autograd saves in each call, in the order of forward
-    * `keep` is how many of the last calls stay
-
-    Three calls save 10, 20 and 40 bytes. The last one stays, so 30 bytes leave. Backward begins
-    before the second one is freed, so 10 come back. At most $20 + 40$ are in memory.
-    """
-    calls = [*saved_bytes]
-    together = [sum(calls[i : i + keep + 1]) for i in range(len(calls))]
-    return Moved(sum(calls[:-keep]), sum(calls[: -keep - 1]), max(together, default=0))
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,10 @@ has no bytes that are read or written.
 
 **Run this**: `make train`; its table holds these numbers against measured ones.
 
-**Not covered, and what that costs**: activations. Nodes, replicas and encodings are refused;
-measure them with a `Ledger`. The numbers are off for layers outside a `Zero3Sequential`, for
-parameters without a gradient or moments, and for a bucket with two half-precision data types. With
-files, they are off if only the last layer of a chain trains.
+**Not covered, and what that costs**: activations that nobody has counted with `saved.py`. Nodes,
+replicas and encodings are refused; measure them with a `Ledger`. The numbers are off for layers
+outside a `Zero3Sequential`, for parameters without a gradient or moments, and for a bucket with two
+half-precision data types. With files, they are off if only the last layer of a chain trains.
 """
 
 from collections import Counter
@@ -70,6 +70,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from zero3.estimate.formulas import LayerSpec, Part, describe
+from zero3.estimate.saved import Moved
 from zero3.guards.options import expect
 from zero3.offload.disk import ALIGN_BYTES, whole_blocks
 from zero3.offload.tiers import Offload
@@ -94,6 +95,9 @@ class Prediction:
     order_bytes: int  # announcements, by which ranks check that they run the same order
     pool_bytes: int = 0  # buffers that files are read into and written from
     disk_bytes: int = 0  # size of the files
+    activation_bytes: int = 0  # saved by autograd, at most in memory, beside `peak_bytes`
+    out_bytes: int = 0  # of activations that leave in a step
+    in_bytes: int = 0  # of those that come back
 
     @property
     def rest_bytes(self) -> int:
@@ -110,13 +114,14 @@ class Prediction:
         return {"rest_bytes": self.rest_bytes, **asdict(self)}
 
 
-def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync: bool = False
-                      ) -> Prediction:
+def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync: bool = False,
+                      saved: Moved | None = None) -> Prediction:
     """
     ## Predict the bytes of this rank, for a model and its `Zero3Optimizer`
 
     * `micro_batches` are in a step, whose moments exist already. `no_sync` says that all but the
       last run in `no_sync()`
+    * `saved` are the activations of a micro-batch, as for `predict`
 
     Raises `RuntimeError` if the model is not a `Zero3Sequential` of plain layers with one
     `Offload`, if param groups keep different states, or with nodes, replicas, encodings or
@@ -148,7 +153,8 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
         by_messages=comm.by_messages, stage3=True, micro_batches=micro_batches, no_sync=no_sync,
         bucket_bytes=optimizer.buckets[0].bucket_bytes,
         reduce_bytes=optimizer.reduce_dtype.itemsize if optimizer.reduce_dtype else None,
-        params_in=elsewhere[0] if elsewhere else None, states_in=optimizer.offload)
+        params_in=elsewhere[0] if elsewhere else None, states_in=optimizer.offload,
+        saved=saved)
     # Each piece of a shard has a count of steps.
     cuts = sum(len(states.pieces) - 1 for states in optimizer.shard_states if states.pieces)
     return replace(found, optimizer_bytes=found.optimizer_bytes + cuts * step_bytes,
@@ -208,6 +214,7 @@ def predict(
     bucket_bytes: int = 0,
     params_in: Offload | None = None,
     states_in: Offload | None = None,
+    saved: Moved | None = None,
 ) -> Prediction:
     r"""
     ## Predict one rank's bytes, in a chain of layers
@@ -222,11 +229,13 @@ def predict(
     * `micro_batches` make a step; with `no_sync` only the last of them reduces its gradients
     * `bucket_bytes` of full gradients are reduced together
     * `params_in` and `states_in` are the `offload` arguments of the layers and of the optimizer
+    * `saved` are the activations of a micro-batch, as `activations` of `saved.py` returns them
 
     Raises `ValueError` if frozen shards rest in an encoding, or states in parts.
     """
     params_in = params_in or Offload()
     states_in = states_in or Offload()
+    saved = saved or Moved()
     expect(params_in.frozen is None, "cannot predict", "frozen shards that rest as they are",
            f"{params_in.frozen}", "measure with `Ledger`")
     expect(states_in.fraction in (0, 1), "cannot predict", "states that rest in one place",
@@ -270,6 +279,9 @@ def predict(
         # A shard that is its own master is in the file of the states.
         disk_bytes=sum(s.state_file_bytes for s in trained)
         + sum(s.file_bytes for s in shards if not (s.is_master and s.state_file_bytes)),
+        activation_bytes=saved.memory_bytes,
+        out_bytes=micro_batches * saved.out_bytes,
+        in_bytes=micro_batches * saved.in_bytes,
     )
     return replace(found, peak_bytes=found.rest_bytes + step.peak_bytes)
 

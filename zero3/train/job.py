@@ -52,10 +52,12 @@ from zero3.compression.compress import Compression, compress
 from zero3.estimate.formulas import describe
 from zero3.estimate.ledger import Ledger, exponents
 from zero3.estimate.predict import data_parallel, memory_table, predict_optimizer
+from zero3.estimate.saved import Moved, activations, saved_bytes
 from zero3.guards.command_line import Parser, folder, one_line, within
 from zero3.guards.options import MOST, expect, same
 from zero3.guards.room import room
 from zero3.layer import Zero3Layer, Zero3Sequential
+from zero3.offload.activations import Activations
 from zero3.offload.tiers import TIERS, Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.optimizer.whole import GroupBy, Matrices, Options
@@ -129,6 +131,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "offload_params": {"choices": TIERS, "default": "device", "help": "where parameters rest"},
     "offload_optimizer": {"choices": TIERS, "default": "device",
                           "help": "where optimizer states rest"},
+    "activations": {"choices": TIERS, "default": "device",
+                    "help": "where tensors rest that autograd saves"},
     "offload_folder": {"metavar": "DIR", "help": "folder for offloaded files; if not given, --out"},
     "gather_bits": {"type": int, "choices": [4, 8],
                     "help": "bits of a parameter between ranks; if not given, all"},
@@ -288,9 +292,11 @@ def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
          "pass one"),
         (bool(args.out), "there is no place to write to", "a folder", "an empty --out",
          "pass --out"),
-        (args.offload_folder is None or "nvme" in (args.offload_params, args.offload_optimizer),
-         "nothing goes to --offload-folder", "--offload-params nvme or --offload-optimizer nvme "
-         "beside it", "neither", "pass one of them, or leave --offload-folder out"),
+        (args.offload_folder is None
+         or "nvme" in (args.offload_params, args.offload_optimizer, args.activations),
+         "nothing goes to --offload-folder", "--offload-params nvme, --offload-optimizer nvme or "
+         "--activations nvme beside it", "none of them",
+         "pass one of them, or leave --offload-folder out"),
     ]
     for check in checks:
         expect(*check)
@@ -321,8 +327,10 @@ def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) 
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cpu = torch.device("cpu")
-    # Autograd saves each block's attention and the fp32 logits.
-    saved = DTYPES[args.dtype].itemsize * config.n_layers * config.n_heads * config.seq_len**2
+    # Autograd saves each block's attention and the fp32 logits. Of blocks whose attention leaves,
+    # two are in memory.
+    blocks = config.n_layers if args.activations == "device" else min(2, config.n_layers)
+    saved = DTYPES[args.dtype].itemsize * blocks * config.n_heads * config.seq_len**2
     saved += 4 * config.seq_len * config.n_vocab
     rows = args.batch / ranks.world_size / args.accumulate
     shorter = "lower --batch or --seq-len"
@@ -363,6 +371,7 @@ class Job:
     # What `--compress` does to it.
     compression: Compression | None = None
     optimizer: Zero3Optimizer = dataclasses.field(init=False)
+    activations: Activations = dataclasses.field(init=False)
 
     def train_each(self, came: list[int]) -> int:
         """
@@ -457,6 +466,7 @@ class Job:
         torch.manual_seed(self.args.seed)
         dtype = DTYPES[self.args.dtype]
         params_in = self.offload(self.args.offload_params)
+        self.activations = Activations(self.offload(self.args.activations))
         links = self.links()
         modules = gpt.gpt_layers(self.config)
         if self.args.compress:
@@ -467,7 +477,7 @@ class Job:
         group_by = self.group_by(modules)
         layers = [
             Zero3Layer(module.to(self.ranks.device, dtype), device=self.ranks.device, dtype=dtype,
-                       offload=params_in, mesh=links)
+                       offload=params_in, mesh=links, activations=self.activations)
             for module in modules
         ]
         self.model = Zero3Sequential(layers)
@@ -658,11 +668,30 @@ class Job:
         """
         if not is_predicted(self.args):
             return {}
-        found = predict_optimizer(self.optimizer, self.args.accumulate).as_dict()
+        found = predict_optimizer(self.optimizer, self.args.accumulate, saved=self.saved()
+                                  ).as_dict()
+        unknown = ["activation_bytes", "out_bytes", "in_bytes"] if self.compression else []
         if self.compression is not None and self.compression.groups:
-            for name in ("sent_bytes", "messages", "order_bytes"):
-                del found[name]
+            unknown += ["sent_bytes", "messages", "order_bytes"]
+        for name in unknown:
+            del found[name]
         return found
+
+    def saved(self) -> Moved:
+        """
+        ### The activations of a micro-batch, from shapes alone
+        """
+        args = self.args
+        rows = args.batch // (self.ranks.world_size * args.accumulate)
+        # On the CPU a micro-batch is a view of the whole batch, on a GPU of this rank's rows.
+        whole = args.batch if self.ranks.device.type == "cpu" else rows * args.accumulate
+        leaves = self.activations.moves_from(self.ranks.device)
+        with torch.device("meta"):
+            windows = torch.empty(whole, args.seq_len + 1, dtype=torch.long)
+            modules = [module.to(DTYPES[args.dtype]) for module in gpt.gpt_layers(self.config)]
+            saved = saved_bytes(modules, windows[:rows, :-1],
+                                self.activations.below_bytes if leaves else 0)
+        return activations(saved, self.activations.keep if leaves else len(saved))
 
     def metrics(self, device: str) -> dict[str, object]:
         """

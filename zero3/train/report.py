@@ -75,6 +75,8 @@ def table(
         heads |= {"rest_bytes": "at rest in memory", "peak_bytes": "at its peak",
                   "disk_bytes": "in files", "read_bytes": "read in a step",
                   "written_bytes": "written in a step"}
+    if any(held.get("out_bytes") for held in measured):
+        heads |= {"out_bytes": "activations out", "in_bytes": "activations in"}
     rows = [("bytes of each rank", [(head, "") for head in heads.values()]),
             ("data parallel, predicted", [(f"{plain.get(name, 0):,}", "") for name in heads])]
     for held, expected in zip(measured, predicted, strict=True):

@@ -364,6 +364,8 @@ class Run:
             "read_bytes": tape.read_bytes,
             "written_bytes": tape.written_bytes,
             "disk_bytes": disk_bytes(model, optimizer),
+            "out_bytes": tape.out_bytes,
+            "in_bytes": tape.in_bytes,
         }
 
 
