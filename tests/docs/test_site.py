@@ -811,13 +811,13 @@ def test_the_tape_can_be_scrubbed(site, browser, size):
 
 def test_ranks_and_prefetch_choose_a_recording_at_the_same_event(site, browser):
     """
-    Six of the recordings, each in its file. The event, layer and phase stay where the other recording has
-    them. Breaks where a button leaves the picture of another recording.
+    Six of the recordings, each in its file. The event, layer and phase stay where the other
+    recording has them. Breaks where a button leaves the picture of another recording.
     """
     visit(browser, site, "tape.html", motion="reduce")
     rows = "return document.querySelectorAll('#tape [data-state]').length"
     event = "return [tape.event.layer, tape.event.event, tape.event.phase]"
-    assert pressed(browser) == ["ranks: 2", "prefetch: on", "backward"]
+    assert pressed(browser) == ["ranks: 2", "prefetch: on", "activations: stay", "backward"]
     same = browser.execute_script(event)
     seen = set()
     for ranks in (1, 2, 3):
