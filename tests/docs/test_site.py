@@ -847,7 +847,7 @@ def test_activations_that_leave_are_beside_their_layers(site, browser):
         return [...document.querySelectorAll('#tape [data-saved]')].map((it) => it.dataset.saved);
     """
     event = "return [tape.event.layer, tape.event.event, tape.event.phase]"
-    legend = "return document.querySelector('#tape .tape-legend li:last-child').innerText"
+    legend = "return document.querySelector('#tape .tape-legend li:last-child').offsetHeight"
     assert browser.execute_script(states) == [] and not browser.execute_script(legend)
     same = browser.execute_script(event)
     find(browser, "#tape [aria-label='activations: leave']").click()
