@@ -170,10 +170,12 @@ class Figures:
         self.values |= {f"example.{name}": text for name, text in example().items()}
         self.values |= {f"example.{name}": partial(boxes.strip, self.life, name)
                         for name in boxes.STRIPS}
-        # The positions of events that the page of the tape links to.
-        rank = self.tape["ranks"][0]
-        self.values |= {f"tape.{name}": str(at) for name, at in
-                        tape.moments(rank["events"], rank["frames"]).items()}
+        # The positions of events that the page of the tape links to: those of activations are
+        # from another recording.
+        for key in ("2-prefetch-leave", "2-prefetch"):
+            rank = self.tapes[key]["ranks"][0]
+            self.values |= {f"tape.{name}": str(at) for name, at in
+                            tape.moments(rank["events"], rank["frames"]).items() if at}
         # Bytes that a step reads from and writes to a tier, for one parameter on one rank.
         for place in places(1, 1):
             self.values |= {f"moves.{tier}.{place.params_in}.{place.states_in}": f"{moved:.0f}"

@@ -269,6 +269,18 @@ MUTATIONS = [
             "assumes that its shard is still there, it skips the read and computes with the other "
             "layer's weights. The output also differs from plain PyTorch."),
     Mutation(
+        "no-write-wait", "offload/copies.py", "Copy.left",
+        title="Activations are freed before their copy is complete",
+        old="        self._end(\"write\")\n",
+        new="",
+        breaks="I8", program="late_writes",
+        healthy="gradients: 1.00 times those of plain PyTorch",
+        symptom="gradients: not those of plain PyTorch",
+        why="The layer's activations are written while the next layer computes. If the write is "
+            "not over when their memory is freed, backward reads the file too early, and finds "
+            "zeros or the activations of an earlier step. In this program each write is a second "
+            "late. With a quick disk and long layers you would not notice for a while."),
+    Mutation(
         "unchecked", "checkpoint/tensor_files.py", "TensorFile.block",
         title="Checksums are not verified",
         old="""\

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,8 @@ from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.inject.replace import full_name
 from zero3.inject.sequence import Stream
 from zero3.inject.tensor import Pattern
-from zero3.offload.disk import whole_blocks
+from zero3.offload.activations import Activations
+from zero3.offload.disk import File, whole_blocks
 from zero3.pipeline import Pipeline
 
 ROWS = 4  # of each rank's batch
@@ -403,6 +405,28 @@ def files() -> None:
     promised = 2 * sum(sizes) - sizes[-1]
     print(f"read in a step: {tape.read_bytes:,} bytes, "
           f"{tape.read_bytes / promised:.2f} times the prediction")
+
+
+def late_writes() -> None:
+    """
+    ## A step with activations in files, which are written late
+    """
+    Path("files").mkdir(exist_ok=True)
+    # A thread for each block, so that a read does not wait for a thread that writes.
+    files = Offload("nvme", folder="files", queue_depth=32, block_bytes=whole_blocks(1))
+    plain, model = both(modules(), activations=Activations(files, below_bytes=0))
+    move = File.move
+
+    def late(file: File, write: bool, *args: Any) -> None:
+        if write:
+            time.sleep(1)
+        move(file, write, *args)
+
+    every, mine = batch()
+    loss_of(plain, every).backward()
+    with mock.patch.object(File, "move", late):
+        loss_of(model, mine).backward()
+    print(f"gradients: {grads_compared(model, plain)} those of plain PyTorch")
 
 
 def damage() -> None:

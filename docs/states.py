@@ -18,7 +18,7 @@ The tests compare this sum with the bytes that the ledger found in memory, after
 **Run this**: `make docs`, and open the page of the tape.
 
 **Not covered, and what that costs**: events of buckets and of offload tiers change no state here.
-So a tape is recorded without buckets and tiers.
+So a tape is recorded without buckets and tiers. Where activations are is recorded, not derived.
 """
 
 from collections.abc import Iterator
@@ -36,6 +36,8 @@ STEP = {"norm": ("The ranks exchange the norms of their gradients.",
                  "The rank computes the norm of its gradients."),
         "step": ("Each rank updates its own shards. Nothing is sent.",
                  "The rank updates all parameters. Nothing is sent.")}
+
+MOVES = {"activations out": "leave", "activations in": "come back"}
 
 # -------------------------------------------------------------------------------------- the frames
 
@@ -188,6 +190,8 @@ def _plainly(e: Json, before: Json, labels: list[str]) -> str:
         "computed": f"{name} has finished its forward",
         "gradients": f"{name} allocates its full gradient, {nbytes}, and fills it",
         "free": f"{name} {frees}",
+        "activations out": f"the activations of {name}, {nbytes}, begin to leave",
+        "activations in": f"the activations of {name}, {nbytes}, begin to come back",
         "step": f"the optimizer has updated this rank's shard of {name}",
     }[e["event"]]
 
@@ -237,17 +241,22 @@ def _scene(inside: list[Json], reduced: list[str], alone: bool) -> str:
     ahead = [f"the shards of {short(other)} arrive" for other in gathered if other != name]
     ahead += [f"the gradient of {short(other)} is reduced" for other in reduced]
     own = "is gathered, and then " * (name in gathered)
+    moves = [f"the activations of {short(e['layer'])} {MOVES[e['event']]}" for e in inside
+             if e["event"] in MOVES]
     does = "computes" if phase == "forward" else "fills its gradient"
     if alone:
+        does += f" while {' and '.join(moves)}" * bool(moves)
         return f"{short(name).capitalize()} {does}. A rank alone sends nothing."
+    ahead += moves
     if own and not ahead:
         does += " and reduces it" * (phase == "backward")
         return f"{short(name).capitalize()} {own}{does}. Nothing overlaps."
     # The last layer of a chain stays full, because backward begins with it.
     if phase == "forward" and all(e["event"] != "free" for e in inside):
         does += " and stays whole for backward"
-    return f"{short(name).capitalize()} {own}{does}" + f" while {' and '.join(ahead)}" * bool(
-        ahead) + "."
+    if ahead:
+        does += f" while {', '.join(ahead[:-1])}{' and ' * (len(ahead) > 1)}{ahead[-1]}"
+    return f"{short(name).capitalize()} {own}{does}."
 
 
 def short(label: str) -> str:
@@ -265,6 +274,7 @@ def moments(events: list[Json], told: list[Json]) -> dict[str, int]:
     * `stays`: the last layer has finished its forward
     * `reduce`: a layer fills its gradient while that of another layer is in flight
     * `peak`: the memory is highest
+    * `leave`, `come`: activations leave, and come back, if they do
     """
     def first(found: Iterator[int]) -> int:
         return next(found, 0)
@@ -279,4 +289,6 @@ def moments(events: list[Json], told: list[Json]) -> dict[str, int]:
         "reduce": first(i for i, (e, f) in numbered if e["event"] == "gradients"
                         and any(m["what"] == "reduce" for m in f["flight"])),
         "peak": first(i for i, (e, _) in numbered if e["live_bytes"] == peak_bytes),
+        "leave": first(i for i, (e, _) in numbered if e["event"] == "activations out"),
+        "come": first(i for i, (e, _) in numbered if e["event"] == "activations in"),
     }

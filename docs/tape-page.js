@@ -1,9 +1,9 @@
-// The page of the tape: six recordings to choose from, and the source of the function that runs.
+// The page of the tape: twelve recordings to choose from, and the source of the function that runs.
 //
 // `#e=57` in the address opens position 57, and `#e=57&tape=3-demand` the one of that recording.
 (() => {
   "use strict";
-  const { el, button, bytes, pageOf } = Tape;
+  const { el, sum, button, bytes, pageOf } = Tape;
   const root = document.getElementById("tape");
 
   // -------------------------------------------------------------------------------------- code
@@ -62,8 +62,8 @@
     let asked = {};
     const choose = wanted => {
       const own = asked = { ...player.tape, ...asked, ...wanted };
-      const { world_size: ranks, prefetch } = own;
-      Tape.load(`${ranks}-${prefetch ? "prefetch" : "demand"}`, tape => {
+      const { world_size: ranks, prefetch, leave } = own;
+      Tape.load(`${ranks}-${prefetch ? "prefetch" : "demand"}${leave ? "-leave" : ""}`, tape => {
         if (asked !== own) return;
         asked = {};
         player.change(tape);
@@ -74,11 +74,16 @@
     const fetch = [true, false].map(on =>
       button(on ? "on" : "off", () => choose({ prefetch: on }),
         { "aria-label": `prefetch: ${on ? "on" : "off"}` }));
+    const saved = [false, true].map(on =>
+      button(on ? "leave" : "stay", () => choose({ leave: on }),
+        { "aria-label": `activations: ${on ? "leave" : "stay"}` }));
     const group = (name, buttons) => el("span", { class: "tape-group", role: "group",
       "aria-label": name }, [name, buttons]);
-    return [[group("Ranks", ranks), group("Prefetch", fetch)], () => {
+    const groups = [group("Ranks", ranks), group("Prefetch", fetch), group("Activations", saved)];
+    return [groups, () => {
       ranks.forEach((b, i) => b.setAttribute("aria-pressed", player.tape.world_size === i + 1));
       fetch.forEach((b, i) => b.setAttribute("aria-pressed", player.tape.prefetch === !i));
+      saved.forEach((b, i) => b.setAttribute("aria-pressed", player.tape.leave === !!i));
     }];
   }
 
@@ -105,7 +110,9 @@
       "and its gradient is reduced before backward goes on.";
     const sent = tape.world_size > 1 ? `Each rank sends ${bytes(tape.sent_bytes)} in this step.` :
       "A rank alone sends nothing.";
-    return `${how} ${sent} ${Tape.origin(tape)}`;
+    const saved = tape.leave ? `Each rank saves activations of ${bytes(sum(tape.allSaved))} for ` +
+      `backward; at most ${bytes(Math.max(...tape.saved))} of them are in memory at once. ` : "";
+    return `${how} ${saved}${sent} ${Tape.origin(tape)}`;
   }
 
   // The elements of the page, and a function that shows the player's position in each.
@@ -157,7 +164,7 @@
 
   // The position and the recording that the address names, if it names them.
   const askedIndex = () => (/[#&]e=(\d+)/.exec(location.hash) || [])[1];
-  const askedTape = () => (/[#&]tape=([123]-(?:prefetch|demand))(?![\w-])/.exec(location.hash) ||
+  const askedTape = () => (/[#&]tape=([123]-(?:prefetch|demand)(?:-leave)?)(?![\w-])/.exec(location.hash) ||
     [])[1];
   let saving = null;
 

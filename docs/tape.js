@@ -30,6 +30,7 @@ const Tape = (() => {
 
   const number = n => n.toLocaleString("en-US");
   const bytes = n => `${number(n)} bytes`;
+  const sum = numbers => numbers.reduce((a, b) => a + b, 0);
   const capital = text => text[0].toUpperCase() + text.slice(1);
   // The page of a source file in `zero3`, as `page_of` in `build.py` names it.
   const pageOf = file => file.replace("/", "-").replace(/\.py$/, ".html");
@@ -49,8 +50,9 @@ const Tape = (() => {
   // A shard is darker than a whole layer, because their blues are alike.
   const OPACITY = { shard: .75, reduced: .75, whole: .45, grad: .75 };
   // Stripes mean "in flight", so that it is visible without colours, too.
-  const STRIPED = ["flight", "reduce"];
-  const color = name => `var(--c-${name})`;
+  const STRIPED = ["flight", "reduce", "moving"];
+  // Activations have the colour of files.
+  const color = name => `var(--c-${name === "moving" ? "file" : name})`;
   const paint = name => STRIPED.includes(name) ? `fill:url(#tape-${name})` :
     `fill:${color(name)};fill-opacity:${OPACITY[name] || 1}`;
 
@@ -77,8 +79,12 @@ const Tape = (() => {
   function complete(tape, key) {
     tape.key = key;
     tape.count = tape.events.length;
-    tape.live = tape.frames.map(frame => Object.values(frame.held).reduce((a, b) => a + b));
+    tape.live = tape.frames.map(frame => sum(Object.values(frame.held)));
     tape.peak = tape.live.indexOf(tape.peak_bytes);
+    // The activations of all layers in memory, and what each layer has saved.
+    tape.saved = tape.frames.map(frame => sum(frame.saved.map(one => one ? one.bytes : 0)));
+    tape.allSaved = tape.layers.map((_, l) =>
+      Math.max(...tape.frames.map(({ saved }) => saved[l] ? saved[l].of : 0)));
     return tape;
   }
 
@@ -272,36 +278,46 @@ const Tape = (() => {
 
   const WORDS = { shard: "", unsharding: "arrives", whole: "whole", computing: "runs",
     gradients: "grads", reducing: "reduces", reduced: "reduced", updated: "updated" };
+  const SAVED = { here: "here", leaving: "leaves", away: "away", coming: "returns" };
 
   // A column for each layer and a row for each rank. Each box is a whole layer, as wide as its
   // bytes; at rest only the part of this rank's shard is filled. The bar below it is the gradient.
+  //
+  // If activations leave, they are below that, as wide as their bytes: striped while they move, empty
+  // while they are away.
   //
   // `tight` leaves out the arrows between ranks and the classes of the layers.
   function drawLayers(player, { width, tight }) {
     const { tape, frame } = player, ranks = tape.world_size, narrow = width < 520;
     const side = narrow ? 42 : 50, column = (width - side) / tape.layers.length;
-    const head = tight || narrow ? 34 : 50, pitch = tight ? 30 : 54;
+    const head = tight || narrow ? 34 : 50, below = tape.leave ? 11 : 0;
+    const pitch = (tight ? 30 : 54) + below;
     const most = Math.max(...tape.layers.map(layer => layer.bytes));
-    const height = head + pitch * (ranks - 1) + 28;
+    const end = head + pitch * (ranks - 1) + 28 + below, height = end + (tape.leave ? 16 : 0);
     const parts = [...Array(ranks).keys()].map(r => s("text", { x: 0, y: head + r * pitch + 13,
       class: "muted" }, `rank ${r}`));
     if (narrow) parts.push(s("text", { x: 0, y: 12 }, "layer"));
+    if (tape.leave) parts.push(s("text", { x: 0, y: end + 11, class: "muted" }, "saved"));
     tape.layers.forEach((layer, l) => {
       const x = side + l * column, state = frame.layers[l], [name, kind] = layer.label.split(" (");
-      const box = (column - 10) * layer.bytes / most;
+      const box = (column - 10) * layer.bytes / most, saved = frame.saved[l];
       parts.push(
         s("text", { x, y: 12 }, narrow ? name.replace("layer ", "") : name),
         narrow || tight ? [] : s("text", { x, y: 27, class: "muted" }, kind.slice(0, -1)),
         s("text", { x, y: head - 6, class: state.state === "computing" ? "strong" : "muted" },
           WORDS[state.state]),
+        saved ? s("text", { x, y: end + 11, class: "muted" }, SAVED[saved.state]) : [],
         [...Array(ranks).keys()].map(r => s("g", { role: "img", "data-state": state.state,
-          "aria-label": `rank ${r}, ${layer.label}: ${state.state}` },
-        drawCell(x, head + r * pitch, box, state, r, ranks))));
+          "aria-label": `rank ${r}, ${layer.label}: ${state.state}` +
+            (saved ? `, activations ${saved.state}` : "") },
+        [drawCell(x, head + r * pitch, box, state, r, ranks),
+          saved ? drawSaved(x, head + r * pitch + 30, (column - 10) * saved.of / Math.max(...tape.allSaved),
+            saved) : []])));
     });
     if (!tight) parts.push(frame.flight.map(message => {
       const x = side + message.layer * column + (column - 10) / 2;
       return [...Array(ranks - 1).keys()].map(r =>
-        drawArrows(x, head + r * pitch + 29, pitch - 32, message.what === "fetch" ? "flight" :
+        drawArrows(x, head + r * pitch + 29 + below, pitch - 32 - below, message.what === "fetch" ? "flight" :
           "reduce"));
     }));
     return s("svg", { class: "tape-layers", viewBox: `0 0 ${width} ${height}`, width, height,
@@ -324,6 +340,13 @@ const Tape = (() => {
       others.map(([from, wide]) => rect(from, y, wide, 16, "flight")),
       full ? rect(x, y + 19, width, 7, full) : [],
       ["reduced", "shard"].includes(grads) ? rect(own, y + 19, part, 7, "reduced") : []];
+  }
+
+  // What autograd has saved in a layer, on one rank.
+  function drawSaved(x, y, width, { state }) {
+    const name = { here: "file", leaving: "moving", coming: "moving" }[state];
+    return s("rect", { x, y, width, height: 7, rx: 1.5, "data-saved": state, ...name ?
+      { style: `${paint(name)};stroke:${color(name)};stroke-width:1.2` } : { class: "tape-empty" } });
   }
 
   // Two arrows between the boxes of neighbouring ranks, down and up.
@@ -349,8 +372,14 @@ const Tape = (() => {
     });
     // A layer that computes is whole, so it has no bytes of its own.
     const computes = el("li", {}, [swatch("compute"), "computes"]);
-    const list = el("ul", { class: "tape-legend" }, [items.map(([, , item]) => item), computes]);
+    // Activations are not among the bytes above.
+    const value = el("b"), saved = el("li", { hidden: "" }, [swatch("file"),
+      "activations in memory", value]);
+    const list = el("ul", { class: "tape-legend" }, [items.map(([, , item]) => item), computes,
+      saved]);
     return [list, player => {
+      saved.hidden = !player.tape.leave;
+      value.textContent = number(player.tape.saved[player.index]);
       for (const [kind, value, item] of items) {
         value.textContent = number(player.frame.held[kind]);
         item.toggleAttribute("data-none", !player.frame.held[kind]);
@@ -422,6 +451,6 @@ const Tape = (() => {
     };
   }
 
-  return { el, s, button, bytes, capital, pageOf, still, addPatterns, load, Player, playOnce,
+  return { el, s, sum, button, bytes, capital, pageOf, still, addPatterns, load, Player, playOnce,
     sceneAt, origin, drawMemory, drawLayers, drawLegend, controls, sentence, pictures, layersIn };
 })();

@@ -5,9 +5,10 @@ r"""
 the memory of each rank, the communication in flight, and the line of `zero3` that was running.
 
 A ledger records each event together with the bytes in memory after it. `Lines` also records the
-source line that caused the event. `frames` derives the state of every layer from the events, so the
-scripts of the pages only have to draw. `recordings` records the same step on one, two and three
-ranks, each with prefetch and without, so that a reader can compare them event by event.
+source line that caused the event, and where the activations of each layer are. `frames` derives the
+state of every layer from the events, so the scripts of the pages only have to draw. `recordings`
+records the same step on one, two and three ranks, each with prefetch and without, and with
+activations that stay or leave, so that a reader can compare them event by event.
 
 $$\text{live}_r(i) \le \text{predicted peak}_r \qquad \max_i \text{live}_r(i) = \text{predicted
 peak}_r \qquad \text{for each rank } r$$
@@ -23,14 +24,16 @@ ranks, and the pages draw one curve for all of them.
 **Not covered, and what that costs**: the tape has the times of the ledger's events, not the times
 at which messages arrive. So communication counts as in flight until the rank has waited for it.
 Buckets are switched off and each layer is reduced alone, because the events of a bucket name only
-its first layer. Reads and writes of offload tiers are not drawn.
+its first layer. Reads and writes of shards are not drawn. Activations are in no curve; those that
+leave are counted beside it.
 """
 
 import argparse
 import ast
 import json
 import sys
-from contextlib import nullcontext
+import tempfile
+from contextlib import ExitStack, nullcontext
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -49,8 +52,13 @@ from zero3.estimate.formulas import describe
 from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.estimate.predict import data_parallel, predict, predict_optimizer
 from zero3.layer import Zero3Layer, Zero3Sequential
+from zero3.offload.activations import Activations, Visit, order
+from zero3.offload.copies import SavedStorage
+from zero3.offload.disk import whole_blocks
+from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.train import gpt, launch
+from zero3.watch import in_backward
 
 PACKAGE = Path(zero3.__file__).parent
 MOST_LINES = 4  # of the call stack of an event
@@ -96,12 +104,14 @@ class Lines(Ledger):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.lines: list[list[tuple[str, int]]] = []  # per event, innermost first
+        self.saved: list[dict[str, Json]] = []  # per event, as `saved_now` returns it
 
     def record(self, *args: Any, **kwargs: Any) -> None:
         """
         ### Record an event, and the calls in `zero3` that led to it
         """
         super().record(*args, **kwargs)
+        self.saved.append(saved_now())
         calls: list[tuple[str, int]] = []
         frame: Any = sys._getframe(1)
         while frame is not None and len(calls) < MOST_LINES:
@@ -114,6 +124,46 @@ class Lines(Ledger):
         self.lines.append(calls)
 
 
+def saved_now() -> dict[str, Json]:
+    """
+    ## Where the activations are, by the label of their layer: state, bytes in memory, all bytes
+
+    | state | a storage that autograd has saved |
+    |---|---|
+    | here | is in memory, or backward waits for it |
+    | leaving | is in memory, and is being copied |
+    | away | is in a file alone |
+    | coming | is being read |
+
+    If the storages of a layer differ, the state is that of most bytes. Memory that is read into
+    counts. Layers without activations are left out, and so are those whose activations stay.
+    """
+    found: dict[str, Json] = {}
+    for visit in [*order.visits.values()]:
+        bytes_in = dict.fromkeys(("here", "leaving", "away", "coming"), 0)
+        for stored in visit.alive():
+            # The input of the next layer is that layer's.
+            if stored.visits[-1] is visit:
+                bytes_in[state_of(stored, visit)] += stored.nbytes
+        if any(bytes_in.values()):
+            found[visit.label] = {
+                "state": max(bytes_in, key=lambda state: bytes_in[state]),
+                "bytes": sum(bytes_in.values()) - bytes_in["away"], "of": sum(bytes_in.values())}
+    return found
+
+
+def state_of(stored: SavedStorage, visit: Visit) -> str:
+    """
+    ## The state of a storage
+    """
+    if stored.memory is not None:
+        # When backward begins, the last copy that began is not waited for, and nobody needs it.
+        return "here" if stored.copy is None or in_backward() else "leaving"
+    if not stored.is_coming:
+        return "away"
+    return "here" if order.entered[-1:] == [visit.number] else "coming"
+
+
 # -------------------------------------------------------------------------------------- the record
 
 
@@ -121,15 +171,17 @@ def recordings(steps: int = 2) -> dict[str, Json]:
     """
     ## The same step on one, two and three ranks, with prefetch and without
 
-    The name of a recording is "2-prefetch", for example, or "2-demand" without prefetch.
+    The name of a recording is "2-prefetch", for example, or "2-demand" without prefetch. In
+    "2-prefetch-leave" activations leave.
     """
-    return {f"{ranks}-{'prefetch' if prefetch else 'demand'}":
-            record(ranks, steps, device="cpu", prefetch=prefetch)
-            for ranks in RANKS for prefetch in (True, False)}
+    return {f"{ranks}-{'prefetch' if prefetch else 'demand'}{'-leave' * leave}":
+            record(ranks, steps, device="cpu", prefetch=prefetch, leave=leave)
+            for ranks in RANKS for leave in (False, True) for prefetch in (True, False)}
 
 
 def record(world_size: int = 2, steps: int = 3, config: gpt.GPTConfig = CONFIG,
-           device: str = "cpu", timeout_s: float = 120, prefetch: bool = True) -> Json:
+           device: str = "cpu", timeout_s: float = 120, prefetch: bool = True,
+           leave: bool = False) -> Json:
     """
     ## Train for a few steps, and record the last one
 
@@ -137,14 +189,15 @@ def record(world_size: int = 2, steps: int = 3, config: gpt.GPTConfig = CONFIG,
     * `device` is as for `launch.run`
     * `prefetch` puts the layers in a `Zero3Sequential`. Without it they are in no chain: each is
       gathered on demand, and its gradient is reduced before backward goes on
+    * `leave` moves the activations to files
 
     Raises `RuntimeError` if the ranks recorded different events. Raises `AssertionError` if a rank
     failed, or if its memory differs from the prediction.
     """
     from zero3.train import report  # Here, because it imports matplotlib.
 
-    answers = launch.run("docs.tape:worker", world_size, steps, config, prefetch, device=device,
-                         timeout_s=timeout_s)
+    answers = launch.run("docs.tape:worker", world_size, steps, config, prefetch, leave,
+                         device=device, timeout_s=timeout_s)
     ranks = [rank for rank, _ in answers]
     order = [[(e["layer"], e["event"], e["phase"]) for e in rank["events"]] for rank in ranks]
     for rank, events in enumerate(order):
@@ -160,21 +213,24 @@ def record(world_size: int = 2, steps: int = 3, config: gpt.GPTConfig = CONFIG,
             e["time_s"] += late_s
     known = answers[0][1]
     known["device"] = report.device_name(torch.device(known["device"]))
-    return {**known, "world_size": world_size, "prefetch": prefetch, "steps": steps,
-            "commit": commit_name(), "torch": torch.__version__, "functions": _code(ranks),
-            "ranks": ranks}
+    return {**known, "world_size": world_size, "prefetch": prefetch, "leave": leave,
+            "steps": steps, "commit": commit_name(), "torch": torch.__version__,
+            "functions": _code(ranks), "ranks": ranks}
 
 
-def worker(steps: int, config: gpt.GPTConfig, prefetch: bool = True) -> tuple[Json, Json]:
+def worker(steps: int, config: gpt.GPTConfig, prefetch: bool = True,
+           leave: bool = False) -> tuple[Json, Json]:
     """
     ## One rank's events, and the data that is the same on all ranks
     """
     device = launch.my_device()
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = shard([m.to(device) for m in gpt.gpt_layers(config)], prefetch)
-    optimizer = Zero3Optimizer(model, lr=1e-3, bucket_bytes=0)
-    tape = _last_step(model, optimizer, steps, config.seq_len)
+    with ExitStack() as until_recorded:
+        folder = until_recorded.enter_context(tempfile.TemporaryDirectory()) if leave else None
+        model = shard([m.to(device) for m in gpt.gpt_layers(config)], prefetch, folder)
+        optimizer = Zero3Optimizer(model, lr=1e-3, bucket_bytes=0)
+        tape = _last_step(model, optimizer, steps, config.seq_len)
     measured = {"rest_bytes": held_bytes(model, optimizer), "peak_bytes": tape.peak_live_bytes,
                 "sent_bytes": tape.sent_bytes}
     predicted = predicted_bytes(optimizer, prefetch)
@@ -191,11 +247,17 @@ def worker(steps: int, config: gpt.GPTConfig, prefetch: bool = True) -> tuple[Js
     }
 
 
-def shard(modules: list[nn.Module], prefetch: bool) -> nn.Module:
+def shard(modules: list[nn.Module], prefetch: bool, folder: str | None = None) -> nn.Module:
     """
     ## Shard a model, as a chain or as layers that know no neighbours
+
+    * `folder` is for files of activations, if they leave: all but the ids of the tokens
     """
-    layers = [Zero3Layer(module) for module in modules]
+    where = None
+    if folder is not None:
+        files = Offload("nvme", folder, block_bytes=whole_blocks(1))
+        where = Activations(files, below_bytes=whole_blocks(1))
+    layers = [Zero3Layer(module, activations=where) for module in modules]
     if prefetch:
         return Zero3Sequential(layers)
     for i, layer in enumerate(layers):
@@ -269,6 +331,8 @@ def _told(tape: Lines, layers: list[Json], rest_bytes: int, comm: Any) -> Json:
     for before, e, calls in zip(states, events, tape.lines, strict=False):
         e["lines"] = [(file, line, function_at(file, line)[2]) for file, line in calls]
         e["text"] = tell(e, before, labels, comm.world_size)
+    for frame, saved in zip(states, [{}, *tape.saved], strict=True):
+        frame["saved"] = [saved.get(label) for label in labels]
     return {"events": events, "frames": states, "scenes": scenes(events, states, comm.world_size)}
 
 

@@ -61,7 +61,7 @@ def _drawn(tape: Json) -> Json:
     } for rank in tape["ranks"]]
     if any(other != first for other in others):
         raise ValueError("expected the same events, bytes and lines on all ranks; got others")
-    same = ("layers", "world_size", "prefetch", "device", "torch", "commit")
+    same = ("layers", "world_size", "prefetch", "leave", "device", "torch", "commit")
     return {name: tape[name] for name in same} | first | {
         "data_parallel_bytes": tape["data_parallel"]["peak_bytes"]}
 
@@ -70,10 +70,11 @@ def compared(tapes: dict[str, Json]) -> list[list[str]]:
     """
     ## A table of all recordings: memory and communication of a rank, in bytes
 
-    The cells of each row; the first row is the header.
+    The cells of each row; the first row is the header. Activations that leave change none of these
+    bytes, so their recordings are left out.
     """
     rows = [["ranks", "prefetch", "between steps", "at the peak", "sent in a step"]]
-    for tape in tapes.values():
+    for tape in (tape for tape in tapes.values() if not tape["leave"]):
         measured = tape["ranks"][0]["measured"]
         rows.append([str(tape["world_size"]), "yes" if tape["prefetch"] else "no",
                      *(f"{measured[name]:,}" for name in ("rest_bytes", "peak_bytes",

@@ -88,7 +88,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from zero3.estimate.formulas import describe, efficiency, places
+from zero3.estimate.formulas import activations, describe, efficiency, places
 from zero3.estimate.predict import predict
 from zero3.offload.disk import whole_blocks
 from zero3.offload.tiers import Offload
@@ -253,6 +253,83 @@ plt.show()
 # optimizer step are requested before backward ends. The step itself is a
 # [pipeline](../zero3/optimizer/states.py): while one shard is updated (violet), others are read and
 # written.
+#
+# ## Activations
+#
+# Autograd saves tensors in forward, and needs them in backward. `activations=` moves these too:
+# those of a layer leave while the next layer computes, and [come back one layer
+# ahead](../zero3/offload/activations.py).
+#
+# **Predict**: eight layers save $A$ bytes each. How many times $A$ is in memory at the peak: eight
+# times, twice, or once? How many times $A$ is written, and how many times is it read?
+
+# %% tags=["varies"]
+# %%writefile worker_05_activations.py
+import tempfile
+
+import torch
+from torch import nn
+
+from zero3 import Offload, Zero3Layer, Zero3Sequential
+from zero3.estimate.ledger import Ledger
+from zero3.offload.activations import Activations, order
+from zero3.train.launch import my_device
+
+WIDTH = 256
+ROWS = 64
+DEPTH = 8
+
+
+class Tape(Ledger):
+    """A ledger that also adds up the activations in memory."""
+
+    saved_bytes = 0  # at the peak
+
+    def record(self, *args, **kwargs):
+        super().record(*args, **kwargs)
+        saved = {stored for visit in [*order.visits.values()] for stored in visit.alive()}
+        self.saved_bytes = max(self.saved_bytes, sum(
+            stored.nbytes for stored in saved if stored.memory is not None or stored.is_coming))
+
+
+def step(keep):
+    """Forward and backward; the activations of the last `keep` layers stay."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = Activations(Offload("nvme", folder=folder), below_bytes=0, keep=keep)
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+                  for _ in range(DEPTH)]
+        model = Zero3Sequential([Zero3Layer(layer.to(my_device(), torch.bfloat16),
+                                            activations=files) for layer in layers])
+        x = torch.randn(ROWS, WIDTH).to(my_device(), torch.bfloat16)
+        with Tape(model) as tape:
+            model(x).float().square().mean().backward()
+        grads = torch.cat([shard.grad.cpu() for shard in model.get_trainable_chunk()])
+        return {"grads": grads, "peak": tape.saved_bytes, "out": tape.out_bytes,
+                "in": tape.in_bytes}
+
+
+# %%
+# The input of a layer, and input and output of GELU, which are four times as wide; in bf16.
+A = (1 + 4 + 4) * 64 * 256 * 2
+told = activations([A] * 8)
+stay = run("worker_05_activations:step", N, 8)
+leave = run("worker_05_activations:step", N, 1)
+print(f"{'':10}{'at the peak':>14}{'out':>12}{'in':>12}")
+for name, ranks in (("all stay", stay), ("all leave", leave)):
+    mine = ranks[0]
+    print(f"{name:10}{mine['peak']:14,}{mine['out']:12,}{mine['in']:12,}")
+for before, after in zip(stay, leave, strict=True):
+    assert (before["peak"], before["out"], before["in"]) == (8 * A, 0, 0)
+    assert after["peak"] == told.memory_bytes == 2 * A
+    assert (after["out"], after["in"]) == (told.out_bytes, told.in_bytes) == (7 * A, 6 * A)
+    assert after["grads"].equal(before["grads"])
+
+# %% [markdown]
+# **Measured**: two layers at a time, with as many layers as you like, and the same bits. The last
+# layer stays, because backward begins with it. The one below is written, but backward reaches it
+# before its memory has been freed, so it need not be read. On a GPU, `activations="cpu"` moves them
+# to pinned CPU memory.
 #
 # ## The cost of a tier
 #

@@ -21,7 +21,9 @@ from tests.ranks import run
 from zero3 import Links, Offload, Zero3Optimizer, compile, wrap
 from zero3.comm.parts import part_of
 from zero3.compression import Prune, Quantize, compress
+from zero3.estimate.ledger import Ledger
 from zero3.inject import inject, policies
+from zero3.offload.activations import Activations
 from zero3.pipeline import Pipeline
 
 WIDTH = 8
@@ -99,23 +101,27 @@ def built(names, folder, mesh):
     if "Links" in names:
         # Pruned elements are counted before they are encoded.
         over = Links(over, gradients=Same(), weights=None if "compress" in names else Same())
-    offload = Offload("nvme", folder, direct=False) if "Offload" in names else None
+    options = {}
+    if "Offload" in names:
+        options["offload"] = Offload("nvme", folder, direct=False)
+    if "activations=" in names:
+        options["activations"] = Activations(Offload("nvme", folder), below_bytes=0)
     if "Pipeline" in names:
         chain = compile(plain, FeedForward) if "compile" in names else plain
         lines = over if "Links" in names else init_device_mesh(
             "cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
-        return Pipeline([*chain], lines, loss_fn=F.mse_loss, micro_batches=2, offload=offload)
+        return Pipeline([*chain], lines, loss_fn=F.mse_loss, micro_batches=2, **options)
     if "compile" in names:
-        return compile(plain, FeedForward, mesh=over, offload=offload, backend="aot_eager")
-    return wrap(plain, FeedForward, mesh=over, offload=offload)
+        return compile(plain, FeedForward, mesh=over, backend="aot_eager", **options)
+    return wrap(plain, FeedForward, mesh=over, **options)
 
 
 def test_the_table_has_all_pairs_of_chapters():
     """
-    Seven chapters, and each pair of them once.
+    Eight chapters, and each pair of them once.
     """
     chapters = {name for names in TABLE for name in names}
-    assert len(chapters) == 7 and len({frozenset(names) for names in TABLE}) == 21
+    assert len(chapters) == 8 and len({frozenset(names) for names in TABLE}) == 28
 
 
 def together(names, folder):
@@ -127,12 +133,14 @@ def together(names, folder):
     forward = in_stages if "Pipeline" in names else plainly
     try:
         model = built(names, folder, mesh)
-        train(model, forward, lambda m: Zero3Optimizer(m, torch.optim.SGD, lr=0.5,
-              offload="cpu" if "Offload" in names else None), shards * ROWS, part)
-    except (RuntimeError, ValueError) as error:
+        with Ledger(model) as tape:
+            train(model, forward, lambda m: Zero3Optimizer(m, torch.optim.SGD, lr=0.5,
+                  offload="cpu" if "Offload" in names else None), shards * ROWS, part)
+    except (RuntimeError, TypeError, ValueError) as error:
         torch.compiler.reset()
         return str(error)
     torch.compiler.reset()
+    assert (tape.out_bytes > 0) == ("activations=" in names)
     trained = expected(names, shards * ROWS)
     with model.full_params() as params:
         found = {name: p.detach().clone() for name, p in params.items()}

@@ -123,14 +123,15 @@ gradient is zero, and weight decay, momentum and step counts of torch's optimize
 
 **Which chapters combine.** A "no" is an error with these words, before anything trains:
 
-| | `Offload` | `Links` | `compress` | policies | `tensor_parallel` | `Pipeline` |
-|---|---|---|---|---|---|---|
-| `compile` | yes | yes | yes, with hooks | yes | no: split over ranks | no: a plain module |
-| `Pipeline` | yes | no: a mesh with | yes | yes | no: stages of a pipeline | |
-| `tensor_parallel` | yes | yes | no: split | yes, in one call | | |
-| policies | yes | yes | yes | | | |
-| `compress` | yes | yes, for some rules | | | | |
-| `Links` | yes | | | | | |
+| | `activations=` | `Offload` | `Links` | `compress` | policies | `tensor_parallel` | `Pipeline` |
+|---|---|---|---|---|---|---|---|
+| `compile` | no: a graph | yes | yes | yes | yes | no: split over ranks | no: a plain module |
+| `Pipeline` | yes | yes | no: a mesh with | yes | yes | no: stages of a pipeline | |
+| `tensor_parallel` | yes | yes | yes | no: split | yes, in one call | | |
+| policies | yes | yes | yes | yes | | | |
+| `compress` | yes | yes | yes, for some rules | | | | |
+| `Links` | yes | yes | | | | | |
+| `Offload` | yes | | | | | | |
 
 Compressed layers of a compiled model run with hooks. Elements are not pruned where `Links` encodes
 the weights. Policies are those of `inject`. With `tensor_parallel` they all come in one call.

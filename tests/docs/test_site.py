@@ -811,13 +811,13 @@ def test_the_tape_can_be_scrubbed(site, browser, size):
 
 def test_ranks_and_prefetch_choose_a_recording_at_the_same_event(site, browser):
     """
-    Six recordings, each in its file. The event, layer and phase stay where the other recording has
-    them. Breaks where a button leaves the picture of another recording.
+    Six of the recordings, each in its file. The event, layer and phase stay where the other
+    recording has them. Breaks where a button leaves the picture of another recording.
     """
     visit(browser, site, "tape.html", motion="reduce")
     rows = "return document.querySelectorAll('#tape [data-state]').length"
     event = "return [tape.event.layer, tape.event.event, tape.event.phase]"
-    assert pressed(browser) == ["ranks: 2", "prefetch: on", "backward"]
+    assert pressed(browser) == ["ranks: 2", "prefetch: on", "activations: stay", "backward"]
     same = browser.execute_script(event)
     seen = set()
     for ranks in (1, 2, 3):
@@ -832,6 +832,43 @@ def test_ranks_and_prefetch_choose_a_recording_at_the_same_event(site, browser):
     assert len(seen) == 6
     find(browser, "a[data-event]").click()
     assert browser.execute_script("return tape.event.event") == "compute"
+
+
+def test_activations_that_leave_are_beside_their_layers(site, browser):
+    """
+    The button chooses a recording of the same ranks and the same event, and the address keeps it.
+    Below each layer that has saved some is their state, on each rank; the legend has their bytes,
+    which are the most in memory of the formula. Breaks if they stay in sight in the other
+    recordings.
+    """
+    visit(browser, site, "tape.html", motion="reduce")
+    assert pressed(browser)[2] == "activations: stay"
+    states = """
+        return [...document.querySelectorAll('#tape [data-saved]')].map((it) => it.dataset.saved);
+    """
+    event = "return [tape.event.layer, tape.event.event, tape.event.phase]"
+    legend = "return document.querySelector('#tape .tape-legend li:last-child').offsetHeight"
+    assert browser.execute_script(states) == [] and not browser.execute_script(legend)
+    same = browser.execute_script(event)
+    find(browser, "#tape [aria-label='activations: leave']").click()
+    until(browser, "tape.tape.key === '2-prefetch-leave'")
+    assert browser.execute_script(event) == same and pressed(browser)[2] == "activations: leave"
+    find(browser, "[data-tape='2-prefetch-leave']").click()
+    until(browser, "tape.event.event === 'activations out'")
+    assert browser.execute_script(states) == ["leaving"] * 2
+    browser.execute_script("tape.jump(tape.index + 6)")
+    assert browser.execute_script(states) == ["away"] * 2 + ["leaving"] * 2
+    most = browser.execute_script("""
+        const each = [...document.querySelectorAll('#tape .tape-note')][0].textContent;
+        tape.jump(tape.tape.saved.indexOf(Math.max(...tape.tape.saved)));
+        return [each, document.querySelector('#tape .tape-legend li:last-child b').textContent]""")
+    assert f"at most {most[1]} bytes" in most[0]
+    at = browser.execute_script("return tape.index")
+    visit(browser, site, f"tape.html#e={at}&tape=2-prefetch-leave")
+    until(browser, f"tape.index === {at} && tape.tape.key === '2-prefetch-leave'")
+    find(browser, "#tape [aria-label='activations: stay']").click()
+    until(browser, "tape.tape.key === '2-prefetch'")
+    assert browser.execute_script(states) == []
 
 
 def test_of_two_choices_of_a_recording_the_second_one_counts(site, browser):

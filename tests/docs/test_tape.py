@@ -28,6 +28,7 @@ from docs.views import (
     DARK,
     alone,
 )
+from zero3.estimate.formulas import activations
 from zero3.train import launch
 
 PACKAGE = Path(zero3.__file__).parent
@@ -37,7 +38,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def tapes(once):
     """
-    One step of the toy transformer on one, two and three ranks, with prefetch and without
+    One step of the toy transformer on one, two and three ranks, with prefetch and without, and with
+    activations that stay and leave
     """
     # Where no ranks have run yet: their imports are most of the time.
     launch.preload("docs.tape")
@@ -282,7 +284,99 @@ def test_each_event_belongs_to_a_scene_that_says_what_overlaps(tapes):
                       for m in f["flight"]}
             if tape["prefetch"] and "norm" not in text:
                 assert all(name in text.lower() for name in flying), (text, flying)
-            assert ("Nothing overlaps" in text) == (not tape["prefetch"] and len(flying) == 1)
+            moves = [e for e in rank["events"][max(0, first - 1) : end and end - 1]
+                     if e["event"].startswith("activations")]
+            assert all(short(e["layer"]) in text for e in moves)
+            assert ("Nothing overlaps" in text) == (
+                not tape["prefetch"] and len(flying) == 1 and not moves)
+
+
+@pytest.fixture(scope="module", params=["1-prefetch", "2-prefetch", "2-demand", "3-prefetch"])
+def leaving(tapes, request):
+    """
+    A recording whose activations leave
+    """
+    return tapes[f"{request.param}-leave"]
+
+
+def test_activations_leave_while_the_next_layer_computes(leaving):
+    """
+    Those of blocks 1 to 4 begin to leave after the next layer has begun its forward, and before it
+    ends it; the layer after that begins without them in memory. Those of 3 to 1 begin to come back
+    between the beginning and the end of the backward of the layer above; 4 and the head need no
+    read. Breaks if a layer's activations leave after its own forward, or come when it needs them.
+    Proves `Order.begin`, `Order.enter`.
+    """
+    for rank in leaving["ranks"]:
+        events = [(int(e["layer"].split()[1]), e["event"], e["phase"]) for e in rank["events"]
+                  if e["phase"] != "step"]
+        assert [i for i, event, _ in events if event == "activations out"] == [1, 2, 3, 4]
+        assert [i for i, event, _ in events if event == "activations in"] == [3, 2, 1]
+        for i in (1, 2, 3, 4):
+            out = events.index((i, "activations out", "forward"))
+            assert events.index((i, "computed", "forward")) < events.index(
+                (i + 1, "compute", "forward")) < out < events.index((i + 1, "computed", "forward"))
+            if i < 4:
+                back = events.index((i, "activations in", "backward"))
+                assert events.index((i + 1, "compute", "backward")) < back < events.index(
+                    (i + 1, "gradients", "backward"))
+                later = events.index((i + 2, "computed", "forward"))
+                assert rank["frames"][later + 1]["saved"][i]["state"] == "away"
+
+
+def test_each_layer_s_activations_go_through_their_states(leaving):
+    """
+    Here, leaving, away, coming, here. Block 4 and the head are in memory from forward to backward.
+    Breaks if a state of the page is another one than that of the memory.
+    Proves `Visit.leave`, `Visit.rest`, `SavedStorage.rest`, `SavedStorage.come`.
+    """
+    whole = ["here", "leaving", "away", "coming", "here"]
+    for rank in leaving["ranks"]:
+        columns = zip(*(frame["saved"] for frame in rank["frames"]), strict=True)
+        for column, wanted in zip(columns, [[], whole, whole, whole, ["here", "leaving", "here"],
+                                            ["here"]], strict=True):
+            seen = [one["state"] for one in column if one]
+            assert [a for a, b in zip(seen, [None, *seen], strict=False) if a != b] == wanted
+            # Away is without memory, and all others are with all of it.
+            assert all(one["bytes"] == (0 if one["state"] == "away" else one["of"])
+                       for one in column if one)
+        assert rank["frames"][-1]["saved"] == [None] * 6
+
+
+def test_the_activations_of_the_tape_are_those_of_the_formula(leaving):
+    """
+    What leaves, what comes back, and the most that is in memory, to the byte.
+    Proves `formulas.activations`.
+    """
+    for rank in leaving["ranks"]:
+        frames = [[one or {"bytes": 0, "of": 0} for one in frame["saved"]]
+                  for frame in rank["frames"]]
+        # The embedding saves the ids of the tokens, which are few bytes and stay.
+        nothing, *saved = [max(one["of"] for one in column)
+                           for column in zip(*frames, strict=True)]
+        expected = activations(saved)
+        assert nothing == 0 and saved[0] == saved[1] == saved[2] == saved[3] > saved[4] > 0
+        for event, nbytes in (("activations out", expected.out_bytes),
+                              ("activations in", expected.in_bytes)):
+            assert sum(e["bytes"] for e in rank["events"] if e["event"] == event) == nbytes
+        most = max(sum(one["bytes"] for one in frame) for frame in frames)
+        assert most == expected.memory_bytes < sum(saved) / 2
+
+
+def test_activations_that_stay_are_not_on_the_tape(tapes):
+    """
+    Neither a state nor an event. Apart from those, both tapes have the same events and bytes.
+    Breaks if activations that leave change what a rank holds of the model, or sends.
+    """
+    for key, tape in tapes.items():
+        if tape["leave"]:
+            continue
+        for rank, other in zip(tape["ranks"], tapes[f"{key}-leave"]["ranks"], strict=True):
+            assert not any(one for frame in rank["frames"] for one in frame["saved"])
+            names = ("layer", "phase", "event", "bytes", "live_bytes", "sent_bytes", "text")
+            told = [[tuple(e[name] for name in names) for e in each["events"]
+                     if not e["event"].startswith("activations")] for each in (rank, other)]
+            assert told[0] == told[1]
 
 
 def test_the_moments_that_the_page_links_to_show_what_the_links_say(tape):
@@ -303,6 +397,20 @@ def test_the_moments_that_the_page_links_to_show_what_the_links_say(tape):
         layer["state"] for layer in frame["reduce"]["layers"]}
     assert event["peak"]["live_bytes"] == rank["predicted"]["peak_bytes"]
     assert event["peak"]["phase"] == "backward"
+    assert at["leave"] == at["come"] == 0
+
+
+def test_the_moments_of_activations_show_what_the_links_say(tapes):
+    """
+    Activations leave while the next layer computes, and come back while the layer above fills its
+    gradient.
+    """
+    rank = tapes["2-prefetch-leave"]["ranks"][0]
+    at = moments(rank["events"], rank["frames"])
+    for name, state, above in (("leave", "leaving", "computing"), ("come", "coming", "computing")):
+        frame = rank["frames"][at[name]]
+        moving = [one and one["state"] for one in frame["saved"]].index(state)
+        assert frame["layers"][moving + 1]["state"] == above
 
 
 def test_the_pages_get_each_recording_as_a_script(tapes):
@@ -333,12 +441,14 @@ def test_the_pages_get_each_recording_as_a_script(tapes):
 
 def test_the_table_compares_all_recordings(tapes):
     """
-    Six rows, and the bytes are those that were measured.
+    Six rows, and the bytes are those that were measured, whether activations leave or not.
     """
     head, *rows = compared(tapes)
-    assert len(rows) == 6 and len(head) == 5
-    for row, tape in zip(rows, tapes.values(), strict=True):
+    assert len(rows) == 6 and len(head) == 5 and len(tapes) == 12
+    stay = {key: tape for key, tape in tapes.items() if not tape["leave"]}
+    for row, (key, tape) in zip(rows, stay.items(), strict=True):
         measured = tape["ranks"][0]["measured"]
+        assert measured == tapes[f"{key}-leave"]["ranks"][0]["measured"]
         assert row[:2] == [str(tape["world_size"]), "yes" if tape["prefetch"] else "no"]
         assert [int(cell.replace(",", "")) for cell in row[2:]] == [*measured.values()]
 

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from labml_nn.transformers.feed_forward import FeedForward
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,11 +23,21 @@ from tests import cases, wholes
 from tests.offload.test_tiers import on_a_small_disk
 from tests.ranks import run
 from tests.streams import Accelerator, Line, before
-from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+from zero3 import (
+    Int4,
+    Int8,
+    Links,
+    Offload,
+    Zero3Layer,
+    Zero3Optimizer,
+    Zero3Sequential,
+    wrap,
+)
 from zero3.compression import Prune, compress
 from zero3.estimate.ledger import Ledger
 from zero3.estimate.saved import Moved, activations, gpt2_bytes
 from zero3.in_flight import in_flight
+from zero3.inject import inject, policies
 from zero3.offload.activations import Activations, Forward, Handle, order
 from zero3.offload.copies import Copy, Shelves
 from zero3.offload.disk import File
@@ -181,6 +192,61 @@ def test_micro_batches_that_wait_in_a_pipeline_may_leave(schedule, tmp_path):
             assert out_bytes == 2 * ONE * (4 * 3 - 1)
     else:
         assert found[1][1] < found[0][1]
+
+
+def on_a_mesh(folder, names):
+    """Four ranks: whether two steps have the same bits, and what moved in the last one"""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    over = mesh if names[0] == "replicate" else Links(mesh, weights=Int8(), gradients=Int4(),
+                                                      secondary=True)
+    found = []
+    for where in (None, to_files(folder)):
+        torch.manual_seed(0)
+        model = Zero3Sequential([Zero3Layer(Block(), mesh=over, activations=where)
+                                 for _ in range(5)])
+        optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
+        for i in range(2):
+            with Ledger(model) as tape:
+                optimizer.backward(model(batch(10 * i + dist.get_rank())).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        with model.full_params() as params:
+            found.append([p.detach().clone() for p in params.values()])
+    return equal(*found), tape.out_bytes, tape.in_bytes
+
+
+@pytest.mark.parametrize("names", [("replicate", "shard"), ("nodes", "shard")])
+def test_replicas_and_nodes_move_their_own_activations(names, tmp_path):
+    """
+    Each rank those of its rows, as much as alone. Between nodes weights and gradients are encoded,
+    and each node keeps a copy for backward. Breaks if two ranks take the same file.
+    Proves `Activations`, `Shelves`, `Links`, I1.
+    """
+    assert run(on_a_mesh, 4, str(tmp_path), names) == [(True, 8 * ONE, 6 * ONE)] * 4
+
+
+def split_layers(folder):
+    """Two ranks compute each layer: whether there are the same bits, and what moved"""
+    found = []
+    for where in (None, to_files(folder)):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tensor", "shard"))
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(FeedForward(WIDTH, 2 * WIDTH, 0.0) for _ in range(4)))
+        inject(plain, [policies.tensor_parallel(mesh["tensor"])])
+        model = wrap(plain, FeedForward, mesh=mesh["shard"], activations=where)
+        for _ in range(2):
+            with Ledger(model) as tape:
+                model(batch()).square().mean().backward()
+        found.append(grads(model))
+    return equal(*found), tape.out_bytes, tape.in_bytes
+
+
+def test_layers_that_two_ranks_compute_move_their_parts(tmp_path):
+    """
+    A rank saves the whole input of a layer, and half of what is inside, which is twice as wide.
+    Proves `tensor_parallel`, `wrap`.
+    """
+    assert run(split_layers, 2, str(tmp_path)) == [(True, 6 * ONE, 4 * ONE)] * 2
 
 
 def generator_state(folder):
