@@ -6,6 +6,7 @@ Any fraction gives the same bits, and moves bytes in its proportion.
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -135,9 +136,8 @@ def other_optimizers(folder):
             for i in range(3):
                 step(model, optimizer, i)
             # Gradients of zero, of the caller's, and of the weights themselves.
-            step_after(model, optimizer, lambda: optimizer.zero_grad(set_to_none=False))
-            step_after(model, optimizer, lambda: [
-                setattr(p, "grad", torch.ones_like(p)) for p in model.parameters()])
+            step_after(model, optimizer, partial(optimizer.zero_grad, set_to_none=False))
+            step_after(model, optimizer, partial(ones_as_gradients, model))
             penalty = sum(p.square().sum() for p in model.parameters())
             step_after(model, optimizer, penalty.backward)
             with torch.no_grad():
@@ -147,6 +147,11 @@ def other_optimizers(folder):
             found.append(everything(model, optimizer))
         results.append(equal(*found))
     return results
+
+
+def ones_as_gradients(model):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
 
 
 def step_after(model, optimizer, change):
@@ -222,9 +227,9 @@ def bytes_moved(folder):
 
 def test_bytes_fall_in_proportion(tmp_path):
     """
-    Eight layers with 8,192 elements on each of two ranks. Their shards are their own masters, so two
-    moments and a gradient are in files. Each step reads and writes all of that, except a gradient
-    that is still in its buffer. With 0, 0.25, 0.5 and 1 of the states it is exactly so much.
+    Eight layers with 8,192 elements on each of two ranks. Their shards are their own masters, so
+    two moments and a gradient are in files. Each step writes all of that, and reads what is in no
+    buffer. With 0, 0.25, 0.5 and 1 of the states it is exactly so much.
     Proves `shares`, `ShardStates.nbytes`, the table in the head of `portions.py`.
     """
     for found in run(bytes_moved, 2, str(tmp_path)):

@@ -166,7 +166,7 @@ def masters_of(optimizer):
     paths = plain_paths(optimizer.model)
     found = {}
     for states in optimizer.shard_states:
-        with states.in_memory(optimizer.state, write=False) as (master, _):
+        with states.in_memory(optimizer.state, write=False) as ((_, master, _),):
             rows = optimizer.comm.numbers(optimizer, master)[: optimizer.comm.world_size]
         if len(optimizer.comm.sharers) > 1:
             # Neighbouring parts are on different nodes.
