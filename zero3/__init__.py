@@ -1,8 +1,7 @@
 r"""
 # zero3: the chapters
 
-Read the files with numbers in this order. `minimal.py` is the idea, and `layer.py` the heart, which
-is `minimal.py` grown up. Those with "more" can be skipped.
+Read the files with numbers in this order. Those with "more" can be skipped.
 
 | chapter | file | contents |
 |---|---|---|
@@ -101,25 +100,24 @@ is `minimal.py` grown up. Those with "more" can be skipped.
 | more | `train/report.py` | its table and pictures |
 | more | `train/launch.py` | ranks started from Python |
 
-Ten invariants always hold, and each has a test:
+Ten invariants hold, and each has tests ([in full](../docs/invariants.md)):
 
 | invariant | claim |
 |---|---|
 | I1, numbers | fp32 training equals plain PyTorch on the global batch; on two ranks, DDP's bits |
 | I2, rest | between steps a rank holds only $\lceil P_\ell/N \rceil$ elements of a layer |
-| I3, peak | in a step the computing layer and the next are whole, and gradients in flight |
+| I3, peak | in a step the computing layer and the next are whole |
 | I4, traffic | forward and backward each gather a layer once, the last one once for both |
 | I5, padding | padding is zero in weights, gradients, moments and norms |
-| I6, order | all ranks communicate in the same order, or get an error; on CPUs it names both |
-| I7, micro-batches | a second backward adds: $k$ of them equal one batch $k$ times as large |
+| I6, order | all ranks communicate in the same order, or get an error |
+| I7, micro-batches | a second backward adds to the gradients |
 | I8, tiers | the tier of shards and states changes no bit, if the same processor steps them |
 | I9, devices | CPUs with gloo and GPUs with NCCL run the same lines |
-| I10, faults | a crash at any moment leaves the last checkpoint, and no garbage |
+| I10, faults | a crash leaves the last checkpoint, and no garbage |
 
 I1 holds with `Zero3Optimizer`, and with torch's optimizers on the shards as long as each parameter
-gets a gradient. In plain PyTorch a parameter without a gradient does not change. In a shard its
-gradient is zero, and weight decay, momentum and step counts of torch's optimizers move it.
-`Zero3Optimizer` does not step a parameter that got no gradient on any rank.
+gets a gradient. Otherwise its gradient is zero in a shard, and weight decay, momentum and step
+counts of torch's optimizers move it.
 
 **Which chapters combine.** A "no" is an error with these words, before anything trains:
 
@@ -133,11 +131,8 @@ gradient is zero, and weight decay, momentum and step counts of torch's optimize
 | `Links` | yes | yes | | | | | |
 | `Offload` | yes | | | | | | |
 
-Compressed layers of a compiled model run with hooks. Elements are not pruned where `Links` encodes
-the weights. Policies are those of `inject`. With `tensor_parallel` they all come in one call.
-Inject and compress in any order, then shard, and build the optimizer last.
-
-Code, tests and the main job predict bytes (`predict`), measure them (`Ledger`), and compare.
+Elements are not pruned where `Links` encodes the weights. Policies are those of `inject`. Inject
+and compress in any order, then shard, and build the optimizer last.
 """
 
 import shutil

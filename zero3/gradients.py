@@ -10,8 +10,7 @@ all others, 8 bytes each:
 
 $$\lVert g \rVert_p = \Big( \sum_{r=0}^{N-1} \sum_\ell \lVert g_\ell^{(r)} \rVert_p^p \Big)^{1/p}$$
 
-Each element is in one shard and counts once; the padding is zero and adds nothing. All ranks
-combine the same numbers in the same order, so they clip by the same bits.
+All ranks combine the same numbers in the same order, so they clip by the same bits.
 
 **Run this**: `python -m pytest tests/test_gradients.py -k norm`.
 
@@ -92,8 +91,7 @@ def _check_clip(model: nn.Module, first: Any, flats: list[Any], norm_type: float
     """
     #### Refuse gradients that cannot be clipped here
 
-    With a loss scale of 65536, for instance, the norm would be as many times too large, and nearly
-    every step would be clipped without need.
+    With a loss scale of 65536 the norm would be as many times too large.
     """
     names = stray(model)
     first.expect(not names, "cannot clip", "all trainable parameters in Zero3Layers", names,
@@ -115,8 +113,8 @@ def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     """
     ## The norm of a gradient, `(n,)` to `()`, in fp32 or wider
 
-    It adds squares in blocks. A single fp32 sum over millions of squares is soon so large that the
-    next one does not change it.
+    It adds squares in blocks, because a single fp32 sum is soon so large that the next square does
+    not change it.
     """
     while len(grad) > BLOCK_NUMEL:
         grad = block_norms(grad, None, norm_type)

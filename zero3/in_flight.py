@@ -4,10 +4,10 @@ r"""
 `InFlight` knows all memory that a message, a thread or a stream may still touch: whoever resizes
 such memory asks it first.
 
-A gather writes into the flat parameter while something else computes. gloo's thread has an address
-and a length, and knows nothing of tensors. If the buffer is freed before the last row has arrived,
-the row is written into memory that belongs to somebody else by then. The program crashes later, in
-another place, once in many runs. A rank that *sends* from freed memory sends wrong numbers.
+gloo's thread has an address and a length, and knows nothing of tensors. If a buffer is freed before
+the last row has arrived, the row is written into memory that belongs to somebody else by then. The
+program crashes later, in another place, once in many runs. A rank that *sends* from freed memory
+sends wrong numbers.
 
 **Three ranks gather 1 2 3**, one element each, and rank 1 has an error in the same moment:
 
@@ -25,8 +25,8 @@ or the start fails, the memory is kept for good (`lose`):
 
 $$\text{freed} \cap \text{in flight} = \emptyset$$
 
-In the example the gather keeps its 12 bytes. After an error nothing new is sent but the news of it
-(`Communicator.give_up`), so hardly more is lost.
+After an error nothing new is sent but the news of it (`Communicator.give_up`), so hardly more is
+lost.
 
 **Who frees or reuses memory, and why nobody uses it then:**
 
@@ -68,8 +68,7 @@ class InFlight:
     """
     ## The owner of memory in flight
 
-    There is one for the process, `in_flight`, because several communicators and files may touch the
-    same memory.
+    There is one for the process, `in_flight`.
     """
 
     def __init__(self) -> None:

@@ -4,8 +4,7 @@ r"""
 `Sharded` is everything that a sharded layer offers besides the training step: its full parameters
 and the norm of its gradient. Its subclass `Zero3Layer` adds the training step; read that first.
 
-A sharded layer is used like any other module. The methods here act on the whole layer. Take
-the weights 1, 2, 3 on two ranks, whose shards have the gradients (3, 2) and (4, 0):
+Take the weights 1, 2, 3 on two ranks, whose shards have the gradients (3, 2) and (4, 0):
 
 | a user | would get | gets |
 |---|---|---|
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
 class Sharded(Guarded):
     """
     ## A sharded module
-
-    Schedules and the `Ledger` know a layer by this class.
     """
 
     layer_idx = ALONE  # its place in a chain or a model
@@ -96,8 +93,7 @@ class Sharded(Guarded):
         """
         ### Reshard (free)
 
-        `full_params()` and loading a checkpoint call it first, because parameters that stayed full
-        would keep their old values.
+        Parameters that stayed full would keep their old values.
         """
         self._cleanup_params()
 
@@ -175,8 +171,7 @@ class Sharded(Guarded):
         """
         #### Shard the values that rank 0 has written
 
-        First the ranks tell each other whether all of them are here with something to shard. If one
-        is not, all raise `RuntimeError`.
+        If a rank is not here with something to shard, all raise `RuntimeError`.
         """
         problem = ""
         for flat, full in zip(self.flats, fulls, strict=True):
@@ -200,8 +195,6 @@ class Sharded(Guarded):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
         ### Drop the gradients of the shards, and the full ones that `no_sync` holds back
-
-        A full gradient that was left over would be added to that of the next micro-batch.
         """
         super().zero_grad(set_to_none)
         for layer in self.modules():
@@ -246,8 +239,6 @@ class Sharded(Guarded):
 class ShardedModel(nn.Module, Named):
     """
     ## A model of sharded layers, for its users
-
-    `Zero3Sequential` is one, and so is the model that `wrap` returns.
     """
 
     sharded_layers: tuple[Sharded, ...]  # those that it was built with
@@ -335,8 +326,6 @@ def communicator(rank: int | None = None, world_size: int | None = None,
     ## The communicator of a layer
 
     * `rank`, `world_size` and `mesh` are as for `Zero3Layer`
-
-    A mesh or `Links` builds its own, which knows nodes, replicas and encodings.
 
     Raises `TypeError` if they are no whole numbers, or come with a mesh.
     """

@@ -1,8 +1,8 @@
 r"""
 # Exercise 10: who steps which matrix
 
-Muon needs whole matrices, so each matrix has one owner among the ranks, which steps it. The step
-takes as long as the slowest owner. Four matrices, whose steps take 4, 3, 3 and 2 units of time:
+For Muon each matrix has one owner among the ranks, which steps it. Four matrices, whose steps take
+4, 3, 3 and 2 units of time:
 
 | | rank 0 | rank 1 | the step takes |
 |---|---|---|---|

@@ -16,9 +16,8 @@ row, and then the padding. It is on `self.device`, has the parameters' data type
 of an autograd graph.
 
 **Keeps** I1: no element is lost. I2: there is as little padding as possible. I5: the padding is
-zero. In full precision training would not notice a NaN there. With `Links(weights=Int8())` it would
-spoil the weights in its block. A norm of the weights would be NaN, and two files of the same model
-would differ.
+zero. A NaN there would spoil a norm of the weights, and with `Links(weights=Int8())` the weights in
+its block.
 
 **Hint**: in Python `-7 % 3` is 2.
 """

@@ -1,7 +1,7 @@
 r"""
 # Exercise 3: unshard
 
-Before a layer computes, its shards are gathered into the memory that its parameters are views of.
+Gather the shards of a layer into the memory that its parameters are views of.
 
 **Given** a `Zero3Layer` with
 

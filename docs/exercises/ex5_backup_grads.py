@@ -1,8 +1,7 @@
 r"""
 # Exercise 5: reduce the gradients
 
-A reduce-scatter leaves each rank with the mean gradient of its own shard, while the next layer goes
-backward. `_backup_grads` starts it, and `add_reduced` receives the result.
+`_backup_grads` starts the reduce-scatter, and `add_reduced` receives the result.
 
 **Given** a `Zero3Layer` with
 

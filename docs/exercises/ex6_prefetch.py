@@ -1,7 +1,7 @@
 r"""
 # Exercise 6: prefetch
 
-In a chain we know the next layer, so its all-gather can start before the current layer computes.
+In a chain, start the all-gather of the next layer before the current one computes.
 
 **Given** a `Zero3Sequential` with
 

@@ -24,8 +24,8 @@ other layers now. A layer with three elements:
 **Keeps** I1: each element ends up in its place. I2: a rank reads only the elements of its own
 shards. I5: the new padding is zero. The checker puts NaN into the old padding.
 
-**Hint**: for each parameter, find the range of it that is in this rank's shard. Several saved
-shards may have parts of it. `divmod` gives the rank, and the position in its shard.
+**Hint**: for each parameter, find the range of it that is in this rank's shard. `divmod` gives the
+rank, and the position in its shard.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,8 @@
 r"""
 # Exercise 8: the list of a pipeline
 
-Each rank of a pipeline has one stage of the model and computes a list of passes. The schedule
-*1F1B* orders the passes so that ranks wait, and keep activations, no longer than necessary. `F0` is
-the forward pass of micro-batch 0, `B0` its backward pass, and each takes one slot:
+List the passes of each rank by the schedule *1F1B*. `F0` is the forward pass of micro-batch 0, `B0`
+its backward pass, and each takes one slot:
 
 | slot | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |
 |---|---|---|---|---|---|---|---|---|

@@ -1,9 +1,8 @@
 r"""
 # Exercise 9: the k-th smallest number of all ranks
 
-To prune half of a sharded model, the ranks need a threshold: the number that exactly $k$ of all
-numbers do not exceed. Gathering them would send the whole model. But ranks can *count*, and agree
-on the threshold digit by digit. The second smallest of four numbers:
+Find the number that exactly $k$ of all numbers do not exceed, without gathering them: the ranks
+*count*, and agree digit by digit. The second smallest of four numbers:
 
 | | rank 0 has 42 and 17 | rank 1 has 13 and 45 | together | so |
 |---|---|---|---|---|

@@ -1,9 +1,8 @@
 r"""
 # The checkpoint tool: inspect, verify, export, import
 
-`main` is the command line, `python -m zero3.checkpoint`. It prints and checks checkpoints, and
-converts them, one parameter at a time. This needs neither the model nor a GPU, and one process is
-enough.
+`main` is the command line. It prints and checks checkpoints, and converts them, one parameter at a
+time, in one process without the model or a GPU.
 
 | format | command | content |
 |---|---|---|
@@ -11,8 +10,8 @@ enough.
 | DeepSpeed's universal layout: a folder for each parameter | `universal` | and optimizer states |
 | `torch.distributed.checkpoint`, which FSDP2 loads | `universal --format dcp` | and options |
 
-`universal` finds the direction itself. The whole model is never in memory. `Writer` has 32 MiB of
-pieces, `TensorFile` keeps 16 MiB of blocks, and torch copies a parameter when it unpickles it:
+`universal` finds the direction itself. `Writer` has 32 MiB of pieces, `TensorFile` keeps 16 MiB of
+blocks, and torch copies a parameter when it unpickles it:
 
 $$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text{ MiB}$$
 
@@ -102,7 +101,6 @@ def verify(folders: list[Path]) -> int:
             _verify(CheckpointReader(folder))
             print_escaped(f"{folder}: as it was written")
         except Exception as error:
-            # Check the other folders too, whatever is wrong with this one.
             status = 1
             print_escaped(f"{folder}: {_in_a_line(error)}", sys.stderr)
     return status
@@ -147,7 +145,7 @@ def export(folder: Path,
         like[name] = (tensor.dtype, tuple(tensor.shape))
 
     files = _files(like, file_bytes)
-    # The metadata has the other names of a tied parameter.
+    # The other names of a tied parameter.
     metadata = {"format": "pt"} | {other: param.name for param in checkpoint.params
                                    for other in param.entry["names"][1:]}
     make_output_folder(out)

@@ -5,7 +5,7 @@ r"""
 of a checkpoint back in their places.
 
 A checkpoint has *flat parameters*, and under each of them several *keys*: `param` for the values,
-and one key for each moment. Every rank saves its own shard of each key, in any tier.
+and one key for each moment. Every rank saves its own shard of each key.
 
 **One layer on two ranks.** A layer has a weight with the elements $w_0, w_1$ and a bias $b_0$. Adam
 keeps the moments `exp_avg` ($m$) and `exp_avg_sq` ($v$). The layer is the first flat parameter, so
@@ -71,8 +71,8 @@ from zero3.optimizer.whole import Spread, Whole
 from zero3.sharded import comm_of
 from zero3.whole_model.wrap import Zero3Model
 
-# Options of a param group that are not saved: the parameters themselves, and the implementation of
-# the step, which the loading run chooses for itself.
+# Options of a param group that are not saved. The loading run chooses the implementation of the
+# step.
 _NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
 # The state of a loss scale.
 _SCALE = ("loss_scale", "good_steps", "skipped_steps")
@@ -82,8 +82,6 @@ _SCALE = ("loss_scale", "good_steps", "skipped_steps")
 class Flat:
     """
     ## A flat parameter of this model, with its optimizer state
-
-    A `Zero3Optimizer` may have several pieces of a shard. One of torch's has a single piece.
     """
 
     paths: list[str]  # its layer's names in the plain model: several if it is registered twice
@@ -92,7 +90,7 @@ class Flat:
     owned: ShardStates | None  # the optimizer state, if the optimizer is a `Zero3Optimizer`
     dtype: torch.dtype  # of the saved values: the master's, or else the shard's
     in_file: bool  # whether the saved values are in a file
-    # The param group of each parameter, and the range of the shard that shares its state.
+    # The param group and the range of the shard of each parameter.
     indices: list[int | None]
     spans: list[slice]
     pieces: list[Piece]
@@ -160,19 +158,17 @@ class Entries(Named):
         self.optimizer = optimizer
         paths = plain_names(model)
         layers = [m for m in paths if isinstance(m, Zero3Layer) and m.flats]
-        # All ranks of the model. Errors name the rank, so there is one even if there are no layers.
+        # All ranks of the model, also if it has no layers.
         self.comm = comm_of(model)
-        # This rank's place in the pipeline. The ranks at one place have shards of the same layers.
+        # Its place in the pipeline. The ranks at one place have shards of the same layers.
         self.place = self.comm.stages.rank
         # The files of a place follow each other, in the order of their shards.
         self.file_number = self.place * self.comm.world_size + self.comm.rank
-        # The ranks at this place: all of them, unless the model is a pipeline.
         self.stage_comm = layers[0].comm if layers else self.comm
         check_groups(layers)
         self.expect(bool(layers), "has nothing to save or load", "a model of Zero3Layers",
                     type(model).__name__, "wrap the model first")
         self.device = layers[0].device
-        # The optimizer's, or empty ones: the weights alone can be saved.
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups if optimizer else []
         self.state: State = optimizer.state if optimizer else {}
         self.optimizer_class = type(getattr(optimizer, "inner", optimizer)).__name__
@@ -214,8 +210,6 @@ class Entries(Named):
     def _find_replicated(self, paths: dict[nn.Module, list[str]]) -> dict[str, torch.Tensor]:
         """
         #### The tensors that every rank has whole, under each of their names
-
-        They are buffers, and frozen parameters outside of layers.
         """
         # Nobody reduces the gradient of a trainable parameter there.
         for name in stray(self.model):
@@ -259,7 +253,6 @@ class Entries(Named):
             keys = {"param": type_name(flat.dtype)}
             states: dict[int, StatesEntry] = {}
             for index, where, piece in flat.pieces:
-                # Moments go into the files, everything else into the manifest.
                 moments, others = self._state_of(piece)
                 # An optimizer has no state for a parameter that it has not stepped yet.
                 if moments or others:
@@ -362,7 +355,6 @@ class Entries(Named):
             if flat is None:
                 yield from (self.replicated[entry.key] for entry in run)
                 continue
-            # Load a shard once for all of its keys that follow each other.
             with self.here(flat) as values:
                 for entry in run:
                     if entry.key == "param":
@@ -468,8 +460,7 @@ class Entries(Named):
 
         * `saved` is the manifest's entry for the optimizer, if there was one
 
-        It has to happen now: an error inside `take` would leave the model half loaded, and the next
-        step would be later still.
+        An error inside `take` would leave the model half loaded.
         """
         mine = self.optimizer_class
         theirs = saved["class"] if saved else mine
@@ -507,7 +498,7 @@ class Entries(Named):
 
     def _check_whole(self, whole: Whole, states: StatesEntry) -> None:
         """
-        #### Compare the names of the saved states of a parameter with those that its owner needs
+        #### Compare the names of a parameter's saved states with those that its owner needs
         """
         assert self.owners
         inner = self.owners.inner[whole.group_index]
@@ -522,8 +513,6 @@ class Entries(Named):
     def _check_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """
         #### Make sure that the saved options and loss scale are of the right kind
-
-        Raises `Broken` with the option that is not of the right kind.
         """
         for theirs, mine in groups.items():
             here = self.param_groups[mine]
@@ -591,7 +580,7 @@ class Entries(Named):
         ### Load all values of a checkpoint into the model and the optimizer
         """
         for layer in {flat.layer for flat in self.flats}:
-            # A layer may still have full parameters, with the old values.
+            # Its full parameters have the old values.
             layer.reshard()
         for flat in self.flats:
             if flat.owned:
@@ -641,7 +630,7 @@ class Entries(Named):
             # Decode again for each piece: the optimizer updates its number of steps in place.
             scalars = decode(states["scalars"])
             new |= _on_device(scalars, self.param_groups[index], piece.device)
-            # Replace the old state, because it may have other keys.
+            # The old state may have other keys.
             self.state.pop(piece, None)
             if new:
                 self.state[piece] = new
@@ -690,8 +679,7 @@ def _expect(good: bool, problem: str) -> None:
     """
     #### Refuse a checkpoint with this problem unless all is good
 
-    `load` catches the exception on the rank that found the problem, and raises an error on all
-    ranks.
+    `load` raises an error on all ranks.
     """
     if not good:
         raise Broken(problem)
@@ -744,8 +732,6 @@ def _check_states(name: str,
     #### Compare the saved states of a parameter with those that the optimizer needs
 
     * `needed` is the result of `_first_state`. Moments have one dimension
-
-    Raises `Broken` with a moment or another state that is missing, or of another kind.
     """
     scalars = decode(states["scalars"])
     for key, like in needed.items():

@@ -3,9 +3,9 @@ r"""
 
 Read and write DeepSpeed's universal layout and `torch.distributed.checkpoint` (DCP).
 
-Both formats store whole parameters, so another library can load them on any number of ranks
-([Universal Checkpointing](https://arxiv.org/abs/2406.18820), section 3). They have three tensors
-for each parameter that Adam trains: the fp32 master and two moments,
+Both formats store whole parameters ([Universal Checkpointing](https://arxiv.org/abs/2406.18820),
+section 3). They have three tensors for each parameter that Adam trains: the fp32 master and two
+moments,
 
 $$w_{32}, \quad m, \quad v$$
 
@@ -206,8 +206,7 @@ def _check_file_names(checkpoint: CheckpointReader) -> None:
     """
     #### Check that files can have the names of all parameters and moments
 
-    DeepSpeed's layout has a folder for each parameter and a file for each moment. A name with a
-    slash would lead to another folder.
+    A name with a slash would lead to another folder.
     """
     for param in checkpoint.params:
         check_name(param.name, as_path=True)
@@ -272,8 +271,6 @@ class _Stub:
 def _load_deepspeed(path: Path) -> Any:
     """
     #### Unpickle a file of tensors, plain containers and stubs
-
-    `weights_only` keeps the pickle from running anything.
     """
     stubs: list[Callable | tuple[Callable, str]] = [
         (_Stub, f"deepspeed.runtime.{name}") for name in (
@@ -290,8 +287,7 @@ def to_dcp(folder: Path, out: Path) -> None:
     """
     ## Write a folder that `torch.distributed.checkpoint` loads
 
-    The state dict is `{"model": ..., "optim": ...}`, as `get_model_state_dict` and
-    `get_optimizer_state_dict` return them, so FSDP2 can load it. Its tensors are on the meta
+    The state dict is `{"model": ..., "optim": ...}`, as FSDP2 loads it. Its tensors are on the meta
     device, and `_DcpPlanner` reads the values of one at a time.
     """
     checkpoint = CheckpointReader(folder)
@@ -318,7 +314,7 @@ def to_dcp(folder: Path, out: Path) -> None:
     # torch's writer keeps all tensors of a file in memory, so each tensor gets a file.
     writer = dcp.FileSystemWriter(out, single_file_per_rank=False)
     with warnings.catch_warnings():
-        # DCP warns that there is no process group. None is needed.
+        # It warns that there is no process group.
         warnings.simplefilter("ignore")
         dcp.save(state, storage_writer=writer, planner=_DcpPlanner(checkpoint), no_dist=True)
     written = len(model) + sum(map(torch.is_tensor, chain.from_iterable(
@@ -407,7 +403,7 @@ def from_dcp(source: Path,
 
     tensors: dict[str, Like] = {}
     scalars: dict[str, dict[str, torch.Tensor]] = {}
-    # Each parameter before its moments, to compare shapes.
+    # Parameters before their moments, to compare shapes.
     for name, key in sorted(found, key=lambda pair: (pair[0], pair[1] != "param")):
         entry = entries[found[name, key]]
         keys = tensors.setdefault(name, {})
@@ -473,8 +469,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """
     ## Unpickle DCP's `.metadata` without running anything in it
 
-    Python's own unpickler calls whatever a pickle names. This one knows a short list. A pickle may
-    also set attributes on a class, so it is given stand-ins, which make the same objects.
+    This unpickler knows a short list of names. A pickle may also set attributes on a class, so it
+    is given stand-ins, which make the same objects.
     """
 
     _ADMITTED = {

@@ -4,9 +4,9 @@ r"""
 `commit_checkpoint` turns a folder of files into a checkpoint, and `CheckpointReader` reads any
 range of any parameter from it.
 
-Each rank writes its shards into a file of its own. The manifest, a JSON file, says what the numbers
-in these files are: the parameters of each flat parameter, their shapes, their offsets, and the
-padding. With it a reader finds any elements of a parameter, on any number of ranks.
+Each rank writes its shards into a file of its own. The manifest, a JSON file, says which parameters
+are in these files, with their shapes and offsets. With it a reader finds any elements of a
+parameter, on any number of ranks.
 
 **Six elements from two ranks.** A layer has a weight with four elements and a bias with two. Its
 flat parameter has six, and two ranks saved three each:
@@ -17,35 +17,33 @@ flat parameter has six, and two ranks saved three each:
 | file of rank | 0 | 0 | 0 | 1 | 1 | 1 |
 | element of the shard | 0 | 1 | 2 | 0 | 1 | 2 |
 
-The bias begins at offset 4, so its last element is element 5 of the flat parameter: element 2 of
-the shard in the file of rank 1. A flat parameter of $P_\ell$ elements on $N$ ranks has shards of
-$S = \lceil P_\ell/N \rceil$ elements. Element $i$ of a parameter at offset $o$ is here:
+A flat parameter of $P_\ell$ elements on $N$ ranks has shards of $S = \lceil P_\ell/N \rceil$
+elements. Element $i$ of a parameter at offset $o$ is here:
 
 $$\text{file of rank} = \left\lfloor \frac{o + i}{S} \right\rfloor \qquad
 \text{element of its shard} = (o + i) \bmod S$$
 
 **In a pipeline** the ranks with the same layers are at one *place*, and the manifest says for each
-flat parameter at which. The files of place 0 come first, so the file of a shard at place $p$ has a
-number that is larger by $pN$ than in the formula above.
+flat parameter at which. The files of place 0 come first, so at place $p$ the number of the file is
+larger by $pN$.
 
 **Split for tensor parallelism**, a parameter has a part at each place (see `comm/parts.py`), and
 the reader puts the parts together.
 
 **All or nothing.** A save writes into a folder with a name that ends in `.partial`. When all files
 are on the disk, rank 0 writes the manifest under a temporary name, forces it to the disk and
-renames it. The checkpoint exists from this rename on, because a file system completes a rename or
-leaves everything as it was. Finally rank 0 gives the folder its final name. If the run is killed in
-between, the next save calls `clean_up_interrupted_saves`:
+renames it. The checkpoint exists from this rename on, because a rename is done as a whole or not at
+all. Finally rank 0 gives the folder its final name. If the run is killed in between, the next save
+calls `clean_up_interrupted_saves`:
 
 | folder | content | what `clean_up_interrupted_saves` does |
 |---|---|---|
-| `step-00000200` | a checkpoint | nothing |
 | `step-00000200.partial`, with a manifest | a checkpoint without its final name | renames it |
 | `step-00000200.partial`, without a manifest | an interrupted save | removes it |
 | `step-00000100.removed` | an interrupted removal | removes it |
 
-**One run per folder.** Two runs in the same folder would remove each other's partial folders. So
-rank 0 locks the folder at its first save, until its process ends.
+**One run per folder.** Two runs would remove each other's partial folders. So rank 0 locks the
+folder at its first save, until its process ends.
 
 **Run this**: `python -m zero3.checkpoint inspect FOLDER` prints the contents of a checkpoint.
 
@@ -158,8 +156,6 @@ def lock_folder(folder: Path) -> None:
     """
     ## Keep other runs from saving into a folder until this process ends
 
-    * `folder` exists. Locking it twice has no further effect
-
     Raises `Broken` if another run has locked the folder. Warns if the file system cannot lock it.
     """
     stat = os.stat(folder)
@@ -183,8 +179,6 @@ def lock_folder(folder: Path) -> None:
 def _drop_inherited_locks() -> None:
     """
     #### Close the parent's locked folders in a forked process
-
-    Otherwise the child would keep the lock after the parent has ended.
     """
     for fd in _LOCKED.values():
         os.close(fd)
@@ -232,8 +226,7 @@ def newest(folder: str | Path) -> Path | None:
     """
     ## The newest checkpoint of a run, if there is one
 
-    A finished checkpoint without its final name wins, because it replaces those of its own step and
-    of later ones.
+    A finished checkpoint without its final name replaces those of its own step and of later ones.
     """
     unnamed = [path for path in steps(Path(folder), ".partial").values()
                if (path / MANIFEST).exists()]
@@ -364,8 +357,6 @@ class Param:
 class CheckpointReader:
     """
     ## Read a checkpoint
-
-    It needs no model, because the manifest says what is where.
     """
 
     def __init__(self, folder: Path):
@@ -382,7 +373,6 @@ class CheckpointReader:
             self.flats = self.manifest["flats"]
             self.world_size = self.manifest["world_size"]
             self.places = self.manifest["places"]
-            # The files share a cache of blocks.
             recent: dict[tuple[int, int], bytes] = {}
             self.files = [
                 TensorFile(folder / file_name(i, self.places * self.world_size), i, recent, **file)
@@ -400,8 +390,8 @@ class CheckpointReader:
         """
         #### Check that the numbers of a flat parameter agree with each other and with its files
 
-        If the manifest was forged or edited, wrong offsets would lead a read into another
-        parameter, and nothing in the numbers would show it.
+        Forged offsets would lead a read into another parameter, and nothing in the numbers would
+        show it.
         """
         groups = (self.manifest["optimizer"] or {"groups": []})["groups"]
         ends = [0, *(entry["offset"] + math.prod(entry["shape"]) for entry in flat["params"])]
@@ -482,7 +472,6 @@ class CheckpointReader:
                     found.append(self.read(each, key, max(begin - first, 0),
                                            min(end - first, each.numel)))
             return torch.cat(found)
-        # Read the rows with these elements from each part, and put them together.
         row = like.size * like.width
         first = begin // row
         last = -(-end // row)
@@ -583,7 +572,7 @@ def _read_manifest(path: Path) -> Manifest:
     manifest.setdefault("places", 1)
     for flat in manifest["flats"]:
         flat.setdefault("place", 0)
-    # Another program may have written it, with a checksum that is right.
+    # Another program may have written it.
     _check_types(manifest, Manifest, "the manifest")
     places = range(manifest["places"])
     used = [*(flat["place"] for flat in manifest["flats"]), *manifest["replicated"].values()]
@@ -599,9 +588,6 @@ def _check_types(value: Any,
                  where: str) -> None:
     """
     #### Raise `ValueError` if a value does not have this type
-
-    Another program may have written the manifest. After this check, the code here can rely on each
-    entry.
     """
     if isinstance(kind, UnionType):
         # A type, or `None`.

@@ -4,9 +4,6 @@ r"""
 `save` lets each rank write its own shards, and `load` lets each rank read the elements that belong
 to its shards now.
 
-A long run is interrupted many times. No rank gathers anything to save it: each writes the shards
-that it keeps anyway.
-
 **Three weights, saved on two ranks, loaded on three and on four.** The shards are those of the
 example in `minimal.py`:
 
@@ -15,8 +12,6 @@ example in `minimal.py`:
 | the shard that a rank saves | 1 2 | 3 0 | | |
 | the shard that it loads, on three ranks | 1 | 2 | 3 | |
 | the shard that it loads, on four ranks | 1 | 2 | 3 | 0 |
-
-On four ranks, rank 3 has padding only and reads nothing.
 
 With Adam a parameter has 12 bytes of state: an fp32 master and two moments. On $N$ ranks, and later
 on $N'$:
@@ -36,10 +31,6 @@ The 16-bit parameters are not saved; they are the masters, rounded. `reader.py` 
 **On another number of ranks** a rank may read its elements from several files. Parameters are found
 by their names in the plain model, so layers may be wrapped in another way, and a pipeline may have
 other stages, or none. The loading model also decides on the tiers and data types.
-
-**While training goes on.** With `async_write` a thread writes copies of the shards. The next
-optimizer step that finds all files written turns them into a checkpoint, or raises the error if a
-write failed.
 
 **Run this**: `make train ARGS="--save-every 100"`. Stop it at any moment, and run it again.
 
@@ -123,7 +114,6 @@ def save(folder: str | Path,
     failed and no step has raised its error yet. The older checkpoints are not touched then.
     """
     entries = _all_here("saved", folder, model, optimizer, step, keep, async_write)
-    # Two saves at once would write to the folder at the same time.
     _end_last_save(entries.comm)
     saving = Saving(entries, Path(folder), operator.index(step), operator.index(keep))
     saving.begin(extra, async_write)
@@ -181,8 +171,6 @@ def _all_or_none(entries: Entries, what: str, expected: str, cure: str) -> Itera
 def _told(error: Exception) -> str:
     """
     #### An error as text that is never empty
-
-    An empty one means that there is no problem.
     """
     return one_line(f"{error}") or repr(error)
 
@@ -215,7 +203,6 @@ class Saving:
         """
         if self.entries.owners is not None:
             self.entries.spread = self.entries.owners.spread()
-        # Each rank describes its own part of the model. This merges all of them (all-gather).
         with self._on_all_ranks():
             described = self._prepare(extra)
         self.manifest |= self.entries.manifest(described)
@@ -230,7 +217,6 @@ class Saving:
                 self._open_file(listed, streams)
         self._fill(listed, async_write)
         if async_write:
-            # From now on, a step, a save or a load ends it.
             _LAST_SAVES[self.entries.comm] = self
             if self.entries.optimizer is not None:
                 self.hook = self.entries.optimizer.register_step_pre_hook(self._end_if_done)
@@ -246,7 +232,7 @@ class Saving:
         described = self.entries.describe()
         if self.entries.comm.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Before cleaning up, which without the lock could remove another run's files.
+            # Without the lock, the cleaning could remove another run's files.
             lock_folder(self.folder)
             clean_up_interrupted_saves(self.folder)
             self.partial.mkdir()
@@ -273,7 +259,7 @@ class Saving:
             now = 1 + max((i for i, e in enumerate(listed) if not e.in_memory), default=-1)
         copies: list[torch.Tensor] = []
         problem = ""
-        # A rank with a problem goes on to `wait`, where all ranks learn of it.
+        # `wait` tells all ranks of a problem.
         try:
             for values in self.entries.tensors(listed[:now]):
                 assert self.writer, "a rank without a file has no tensors to write"
@@ -295,7 +281,6 @@ class Saving:
         try:
             with self.writer as writer:
                 while copies:
-                    # The memory of a copy is free as soon as it is written.
                     writer.write(copies.pop(0))
                 return problem, None if problem else writer.finish()
         except Exception as error:
@@ -334,7 +319,6 @@ class Saving:
             with self._on_all_ranks():
                 if problem:
                     raise OSError(problem)
-            # Only now, when the files of all ranks are on the disk.
             with self._on_all_ranks():
                 self._commit()
             # Let go of the model: `_LAST_SAVES` and the hook keep this object.
@@ -347,8 +331,7 @@ class Saving:
         """
         if self.entries.comm.is_first:
             commit_checkpoint(self.partial, self.manifest)
-            # The new one is complete before an old one goes, so there is one at every moment. If
-            # one cannot be removed now, the next save tries again.
+            # If one cannot be removed now, the next save tries again.
             with suppress(OSError):
                 for path in [*steps(self.folder).values()][: -self.keep]:
                     remove(path)
@@ -409,8 +392,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     Returns the `extra` that was saved.
 
     Raises `RuntimeError` on all ranks if there is no checkpoint, or if it is damaged or of another
-    model. The model and the optimizer are unchanged then. Padding is zero afterwards (invariant
-    I5), and an interrupted load leaves the checkpoint as it is (invariant I10).
+    model. The model and the optimizer are unchanged then. Keeps I5 and I10.
     """
     entries = _all_here("loaded", folder, model, optimizer)
     comm = entries.comm
@@ -442,8 +424,6 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
 def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
     """
     #### Read everything that this rank will load, to find damage before anything changes
-
-    It keeps no values: the whole state would be in memory a second time.
     """
     for flat in entries.flats:
         for key in ("param", *flat.moments):

@@ -4,8 +4,7 @@ r"""
 `TensorFile` reads any range of elements from a safetensors file that `offload/tensors.py` has
 written, and checks every byte.
 
-Each block of 1 MiB has a CRC-32, so a reader of a range checks only the blocks that it reads. One
-changed byte always changes the checksum.
+Each block of 1 MiB has a CRC-32. One changed byte always changes it.
 
 $$\text{blocks read for } n \text{ bytes} \le \left\lceil \frac{n}{2^{20}} \right\rceil + 1$$
 

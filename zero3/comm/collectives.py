@@ -16,8 +16,7 @@ gradients are divided by the number of ranks already, so their sums are means:
 The norm of the whole gradient is then $\sqrt{13 + 16} = 5.39$ on both ranks.
 
 The first two collectives start early and are waited for late, so that they overlap computation. A
-norm is waited for at once. Which ranks take part is the subject of `mesh.py`; how they send less
-between machines, that of `links.py`.
+norm is waited for at once.
 
 **Collectives and messages.** On GPUs we call NCCL's collectives. On the CPU a rank sends one
 message to each other rank by gloo, and receives one from each. gloo's own reduce-scatter sends
@@ -209,8 +208,8 @@ class Communicator(Peers):
 
         * `sums` are `(shard_numel,)` each
 
-        There are no other groups here, so nothing is sent. The communicator of `links.py` adds them
-        over replicas, or over nodes.
+        There are no other groups here. The communicator of `links.py` adds them over replicas, or
+        over nodes.
         """
         return sums, None
 
@@ -338,9 +337,6 @@ class Communicator(Peers):
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
         """
         ### A flat buffer as one row per rank: `(world_size, shard_numel)`
-
-        The rows are views, so a gather writes the shards of the other ranks right to where the
-        parameters look.
         """
         return flat.view(self.world_size, flat.numel() // self.world_size)
 
@@ -438,7 +434,6 @@ class Communicator(Peers):
         for transfer in unfinished:
             in_flight.lose(transfer)
             for step in transfer.later[:-1]:
-                # If that connection is gone too, they know.
                 with suppress(RuntimeError):
                     step()
         for group in groups:
@@ -467,8 +462,7 @@ class Communicator(Peers):
         """
         #### Make sure that a shard still fits its flat parameter
 
-        Each all-gather checks this first. `model.half()` after wrapping converts the shards, which
-        are the model's parameters, and does not reach the flat parameter.
+        `model.half()` after wrapping converts the shards and not the flat parameter.
         """
         is_near = shard.device in (full.device, torch.device("cpu"))
         if full.dtype != shard.dtype or not is_near:
@@ -500,8 +494,6 @@ class Communicator(Peers):
     def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """
         ### Give each rank the first rank's tensors; all ranks must call it, and wait
-
-        A layer calls it for its buffers, which stay whole on each rank.
         """
         for tensor in tensors:
             for group in self.groups:
@@ -672,9 +664,6 @@ class Transfer:
     def _complete(self) -> str:
         """
         #### Wait, and return the problem if there is one
-
-        It returns the problem and does not raise it, because `_arrive` has to remember it for all
-        later transfers.
         """
         try:
             self._wait_for(self.order_works)
@@ -740,8 +729,6 @@ def streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
 def allocate(full: torch.Tensor) -> None:
     """
     #### Give a flat buffer its memory, if it has none
-
-    The parameters, and the tensors that autograd has saved, view this memory again.
     """
     in_flight.resize(full, full.nbytes)
 

@@ -3,8 +3,7 @@ r"""
 
 `Int8` and `Int4` turn floats into small integers that share a scale, and back.
 
-Weights and gradients can be sent with less precision than they are computed with. In *block-wise
-quantisation* 64 neighbours share one scale, and each becomes a small integer.
+In *block-wise quantisation* 64 neighbours share one scale, and each becomes a small integer.
 
 **Four numbers in 4 bits.** An `Int4` has the values −7 to 7. The largest of these numbers is 3.5,
 so the scale is $3.5 / 7 = 0.5$:
@@ -23,13 +22,13 @@ positive values (7 or 127) the scale is the block's largest size over $q$. The s
 
 $$|x - \hat{x}| \;\le\; \frac{s}{2} \;\le\; \frac{\max |x|}{2 q} \left(1 + 2^{-8}\right)$$
 
-The maximum is taken over the block. For `Int8` the error is at most 0.4 % of the block's largest
-number, for `Int4` 7.2 %. An element costs
+For `Int8` the error is at most 0.4 % of the block's largest number, for `Int4` 7.2 %. An element
+costs
 
 $$1 + \frac{2}{64} = 1.03 \ \text{bytes in 8 bits} \qquad
 \frac12 + \frac{2}{64} = 0.53 \ \text{bytes in 4 bits}$$
 
-Four properties matter besides the error:
+Four more properties matter:
 
 * Zero stays zero, so padding stays zero.
 * An infinity or a NaN makes its whole block infinite or NaN, so an overflow is still found.
@@ -44,7 +43,7 @@ $q \cdot 2^{-126}$, which is about $10^{-36}$ in 8 bits.
 Block-wise quantisation is from [8-bit Optimizers](https://arxiv.org/abs/2110.02861), section 2.1;
 [ZeRO++](https://arxiv.org/abs/2306.10209), sections 3.1 and 3.3, uses it between ranks.
 
-**Write your own.** An `Encoding` is any object with the three methods below.
+**Write your own**: an `Encoding` is any object with the three methods below.
 
 **Run this**: `python -m pytest tests/comm/test_encodings.py` measures the errors.
 
@@ -65,9 +64,8 @@ class Encoding(Protocol):
     """
     ## Encoding: how rows of floats become bytes
 
-    It encodes each row independently, gives the same bytes on all ranks, turns zeros into bytes
-    that mean zeros, and leaves `rows` alone. Make it a frozen dataclass, so that two of them with
-    the same arguments are equal.
+    It encodes each row independently, gives the same bytes on all ranks, keeps zeros, and leaves
+    `rows` alone. Make it a frozen dataclass, so that two with the same arguments are equal.
     """
 
     # How many bytes a row of `numel` elements takes.
@@ -96,15 +94,13 @@ class Int8:
     ## 8 bits for an element, and 16 for each block
 
     * `block` is how many neighbours share a scale; an even number
-
-    Raises `ValueError` for any other block.
     """
 
     block: int = 64
     levels: ClassVar[int] = 127  # the positive values
 
     def __post_init__(self) -> None:
-        # A row is padded to whole blocks while it is encoded, so a block has to fit into memory.
+        # A block has to fit into memory.
         is_even = whole(self.block, 2, 1 << 20) and self.block % 2 == 0
         expect(is_even, type(self).__name__, "`block`, an even number from 2 to 2^20",
                repr(self.block), "pass such a number, or leave it out")
@@ -120,12 +116,11 @@ class Int8:
         """
         ### Encode: `(rows, numel)` floats to `(rows, nbytes)` uint8
         """
-        # Copy the rows once, and compute in that copy.
         count, numel = rows.shape
         blocks = rows.new_zeros(count, self._blocks(numel), self.block, dtype=torch.float32)
         flat = blocks.flatten(1)  # the same memory, (rows, elements with padding)
         flat[:, :numel] = rows
-        # Not the maximum of `abs()`, which would be another copy.
+        # `abs()` would be another copy.
         largest = torch.maximum(blocks.amax(dim=2), -blocks.amin(dim=2))
         scales = blocks.new_empty(blocks.shape[:2], dtype=torch.bfloat16)
         scales.copy_(largest / self.levels)

@@ -12,8 +12,8 @@ ending already, the process aborts instead (pytorch 190489):
 | without `leave` | drops it, and cannot have the lock | ends with SIGABRT |
 | with it | drops it, and ends | waits for that, then ends |
 
-`dist.destroy_process_group()` waits for these threads. It is the right end of a program, and
-`leave` is the end of those that forget it. It waits at most
+`dist.destroy_process_group()` waits for these threads, too. `leave` is for programs that forget it.
+It waits at most
 
 $$0.5\,\text{s} + 0.1\,\text{s}$$
 

@@ -4,12 +4,11 @@ r"""
 `Links` says over which mesh layers travel, in which encoding, and how often between nodes.
 `LinkedCommunicator` sends them that way.
 
-A machine is a *node*. The link between nodes is often ten times slower than the links inside one,
-and ZeRO-3 sends three times the model over it in a step: weights for forward, weights for backward,
-gradients. Hybrid sharding (`mesh.py`) avoids the first two and pays with memory. Here the model
-stays sharded over all ranks, and each of the three passes is made cheaper. The ideas are those of
-[MiCS](https://arxiv.org/abs/2205.00119), section 3.3, and
-[ZeRO++](https://arxiv.org/abs/2306.10209), section 3:
+A machine is a *node*. The link between nodes is slow, and ZeRO-3 sends three times the model over
+it in a step: weights for forward, weights for backward, gradients. Hybrid sharding (`mesh.py`)
+avoids the first two and pays with memory. Here the model stays sharded over all ranks, and each of
+the three becomes cheaper. The ideas are those of [MiCS](https://arxiv.org/abs/2205.00119), section
+3.3, and [ZeRO++](https://arxiv.org/abs/2306.10209), section 3:
 
 | | name in the papers | what it does | between nodes |
 |---|---|---|---|
@@ -17,8 +16,6 @@ stays sharded over all ranks, and each of the three passes is made cheaper. The 
 | `secondary` | hpZ | the node keeps a copy from forward to backward | backward gathers nothing |
 | `weights` | qwZ | gathers 8 bits of each parameter | half of 16 bits |
 | `gradients` | qgZ | reduces 4 or 8 bits, decoded before they are added | 4 are a quarter |
-
-Each can be chosen alone.
 
 **Three weights on two nodes of two ranks**, with a mesh ("nodes", "shard"). Ranks 0 and 1 are on
 the first node. Ranks with the same place on each node have neighbouring shards:
@@ -33,9 +30,8 @@ the first node. Ranks with the same place on each node have neighbouring shards:
 | *reduce inside* | 3 2 | 4 0 | 1 1 | 1 0 | the sums of a node, for this rank's slice |
 | *exchange across* | **4** | **5** | **3** | **0** | and of both nodes, for this rank's shard |
 
-A shard crosses the link once, to the rank with the same place on the other node. That rank passes
-it on to its neighbours. NCCL's ring enters each node once already, so there the two steps save
-less.
+A shard crosses the link once, to the rank with the same place on the other node. NCCL's ring enters
+each node once already, so there the two steps save less.
 
 A rank's shard has $s = \lceil P_\ell / N \rceil$ elements, on $M$ nodes of $L$ ranks, $N = L M$. An
 element takes $w$ bytes as a gathered parameter and $g$ as a reduced gradient. A rank sends
@@ -47,8 +43,8 @@ $$\underbrace{(M-1)\,s\,w}_{\text{forward}} +
 Inside its node it sends $M (L-1)\,s\,(2 w + g)$, with or without a copy. In 16 bits the bytes
 between nodes are $2 + 2 + 2 = 6$ for an element of the shard. With a copy, `Int8` weights and
 `Int4` gradients they are $1.03 + 0 + 0.53 = 1.56$: 26 % of that, or a quarter without the scales.
-The copy costs memory: $M s w$ bytes for each layer that waits for its backward pass. At the end of
-forward these are all layers, one part in $L$ of the model.
+The copy costs $M s w$ bytes for each layer that waits for its backward pass: at the end of forward,
+one part in $L$ of the model.
 
 **What is overlapped.** On the CPU only the first step of a gather overlaps the computation of the
 layer before: the step across nodes or, with a copy, the step inside.
@@ -56,8 +52,8 @@ layer before: the step across nodes or, with a copy, the step inside.
 **What is rounded.** `full_params()`, checkpoints and the optimizer see exact weights; forward and
 backward see the rounded ones, except inside `full_params()`. All ranks decode the same bytes, so
 they compute with the same bits. A gradient is rounded at most twice in a backward pass: once on its
-way to a rank of the node, and once as a node's sum. Each time the bound in `encodings.py` holds.
-That is why gradients go by all-to-all: in a ring the sum would be rounded once more at each hop.
+way to a rank of the node, and once as a node's sum. In a ring it would be rounded at each hop, so
+gradients go by all-to-all.
 
 **Run this**: `make train ARGS="--gather-bits 8 --reduce-bits 4"` trains with rounded weights and
 gradients; `make bench ARGS=--nodes` measures two nodes with a slow link between them.
@@ -149,8 +145,6 @@ class Links:
     def told(self) -> str:
         """
         ### What has to be the same on all ranks, in words
-
-        An encoding is known by what it makes of a few numbers.
         """
         said = [f"secondary={self.secondary}"]
         for name in ("weights", "gradients"):
@@ -261,9 +255,8 @@ class LinkedCommunicator(Communicator):
         """
         with self.on(self.fetch_stream):
             if not in_backward():
-                # The optimizer may have stepped since these were kept.
+                # The optimizer may have stepped since.
                 self._forget(full for full, _ in pairs)
-            # Then nothing goes between nodes.
             near = all(id(full) in self._kept for full, _ in pairs)
             groups = [self.group] if near else [*self.sharers]
             action = "gather from the node" if near else "gather"
@@ -377,7 +370,7 @@ class LinkedCommunicator(Communicator):
         """
         ### Reduce-scatter: inside the node
 
-        Each rank gets the sums of its slice. `exchange` adds them over the nodes.
+        `exchange` adds the sums over the nodes.
         """
         # A layer that stayed full has not used its copy.
         self._forget(flat.full for sender in senders for flat in sender.flats)
@@ -411,7 +404,6 @@ class LinkedCommunicator(Communicator):
         """
         #### The sums of this rank's slice over the ranks of the node: `(M * shard_numel,)`
         """
-        # This rank's own part has not been encoded.
         mine = self._slice(self.rows(grad))
         return self._sum_decoded(self.group, mine, received).to(grad.dtype).view(-1)
 
@@ -456,9 +448,7 @@ class LinkedCommunicator(Communicator):
 
     def _slice_row(self, sums: torch.Tensor) -> torch.Tensor:
         """
-        #### This rank's own row of its slice: `(shard_numel,)`
-
-        In memory of its own, so that the sums of the slice are freed when they have been sent.
+        #### This rank's own row of its slice, a copy: `(shard_numel,)`
         """
         if self.across.size == 1:
             return sums
@@ -491,7 +481,7 @@ class LinkedCommunicator(Communicator):
         group = self.replicas
         encoding = self.links.gradients
         if encoding:
-            # All replicas decode the same bytes, their own too, and so keep the same bits.
+            # All replicas decode the same bytes, their own too.
             coded = encoding.encode(total.view(1, -1))
             received = coded.repeat(group.size, 1)
             self.gather_rows(transfer, group, received)
@@ -512,9 +502,7 @@ class LinkedCommunicator(Communicator):
 
     def _add_in(self, group: Group, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """
-        #### The sum over a group, in the memory of this rank's own `(shard_numel,)`
-
-        In place, because the layers of a bucket have views of it.
+        #### The sum over a group, in this rank's memory, which a bucket's layers have views of
         """
         # NCCL has added already.
         if not self.by_messages:

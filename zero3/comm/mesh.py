@@ -12,14 +12,13 @@ two models side by side:
 | `DeviceMesh("cpu", [0, 1])` | 0 1 | nobody | half |
 | `DeviceMesh("cpu", [2, 3])` | 2 3 | number 0 of 2 | half |
 
-So a rank has two numbers. Its place in the group says which part of each flat parameter it keeps.
-Its *global rank* is the number that torchrun and the logs know, so errors use that one. Wherever
-another chapter says rank 0, it is the first rank of the mesh.
+A rank's place in the group says which part of each flat parameter it keeps. Its *global rank* is
+the number that torchrun and errors use. Wherever another chapter says rank 0, it is the first rank
+of the mesh.
 
 **Hybrid sharding.** A mesh ("replicate", "shard") has *replicas* of the model, and each replica is
-sharded. A gather stays inside one replica, which may be one machine with fast links. Between
-machines each rank sends only the gradient of its own shard. Three weights on two replicas of two
-ranks:
+sharded. A gather stays inside one replica, which may be one machine. Between replicas each rank
+sends only the gradient of its own shard. Three weights on two replicas of two ranks:
 
 | | rank 0 | rank 1 | rank 2 | rank 3 | |
 |---|---|---|---|---|---|

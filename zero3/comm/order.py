@@ -4,9 +4,8 @@ r"""
 A `Group` is the ranks that share something, and `Peers` are those that train a model together. All
 of them raise an error if one has a problem.
 
-One rank may find something that the others cannot see: its disk is full, or its model has another
-layer. If it raised an error alone, the others would wait for its part of the next collective. So
-all ranks exchange what they found, and come to the same conclusion:
+If a rank raised an error alone, because its disk is full for instance, the others would wait for
+its part of the next collective. So all ranks exchange what they found:
 
 | | rank 0 | rank 1 |
 |---|---|---|
@@ -111,8 +110,7 @@ class Group:
 
         * `what` the other ranks have to send, in words
 
-        All ranks must call it. A backend reports a closed connection or a time-out, and not the
-        error on the other rank that caused it. Raises `RuntimeError`.
+        All ranks must call it. Raises `RuntimeError`.
         """
         try:
             collective(*args, group=self.process_group, **kwargs)
@@ -234,9 +232,8 @@ class Peers:
         # Which part of each flat parameter is this rank's, and of how many.
         self.rank = self.group.rank
         self.world_size = self.group.size
-        # The mean gradient is the sum over all ranks, divided by their number.
+        # The mean gradient is the sum divided by this.
         self.divisor = math.prod(group.size for group in self.groups)
-        # Errors name ranks as the whole run does.
         self.global_rank = self.group.global_rank
         self.ranks = ranks or self.group.ranks
 
@@ -251,8 +248,6 @@ class Peers:
     def in_first_replica(self) -> bool:
         """
         ### Whether this rank's shard is not the copy of another one
-
-        One replica is enough to write a checkpoint.
         """
         return self.replicas.rank == 0
 
@@ -283,7 +278,7 @@ class Listener(Protocol):
     """
     ## Listener: an object that hears of every event
 
-    `Ledger` is one: it records the bytes that a run sends and holds.
+    `Ledger` is one.
     """
 
     def record(self, sender: object, event: str, nbytes: int | None = 0,
@@ -319,8 +314,6 @@ class Silence:
 class Sender(Protocol):
     """
     ## A layer, a model or an optimizer that sends something
-
-    Errors and records need its name, and an announcement needs its number.
     """
 
     label: str

@@ -3,8 +3,7 @@ r"""
 
 A `WeightPart` says which elements of a weight a rank has, if ranks split the weight between them.
 
-Tensor parallelism cuts a weight along one of its dimensions. Take a weight of two rows and four
-columns, on two ranks:
+Take a weight of two rows and four columns, on two ranks:
 
 | | rank 0 | rank 1 |
 |---|---|---|
@@ -153,7 +152,6 @@ def connect(model: nn.Module) -> None:
     layers = [module for module in modules if is_sharded(module) and module.flats]
     if not lines or not layers or layers[0].comm.stages.same_layers:
         return
-    # The ranks that split the weights must not be those that shard them.
     (line,) = lines
     first = layers[0]
     both = {*line.group.ranks} & {*first.comm.ranks}

@@ -40,9 +40,8 @@ class Reducer:
     """
     ## The reduce-scatter in flight
 
-    When layer 1 of a chain has its gradients, `keeps` finishes the reduce of layer 2, and `started`
-    remembers that of layer 1. Two more things may be in flight, one of each: an *exchange*, which
-    adds the sums of several replicas or nodes, and a copy of a gradient to CPU memory.
+    Two more things may be in flight, one of each: an *exchange*, which adds the sums of several
+    replicas or nodes, and a copy of a gradient to CPU memory.
     """
 
     scaled = False  # whether the loss was multiplied by a scale, as `Zero3Optimizer` does for fp16
@@ -122,8 +121,6 @@ class Reducer:
     def land(self) -> None:
         """
         ### Finish the reduce in flight
-
-        Its sums may still be on their way to CPU memory.
         """
         if self.layers:
             self.finish(self.layers[0])
@@ -158,7 +155,7 @@ class Reducer:
         With an exchange this is called twice: when it has started, and when it has ended.
         """
         if self.exchange is not None:
-            # The layer forgets the names before the exchange has ended, so keep a list.
+            # The layer forgets the names, so keep a list.
             self._exchanged.append((total, sink, list(names)))
             return
         if sink.grad_device == total.device or sink.grad_device.type != "cpu":

@@ -5,10 +5,10 @@ With `offload_states_bytes=`, some optimizer states rest in CPU memory during fo
 and are back for the step.
 
 A step takes the most memory where forward ends and backward begins, because all activations are
-there. The optimizer states are not used before the step. So they may leave in forward, and come
-back in backward, when activations have been freed. Take three layers a, b and c. This rank has a
-master weight of 4 bytes and two moments of 4 bytes of each, and is asked for 20 bytes. The layers
-that are stepped last leave first, because they have the most time to come back. So c and b leave:
+there. The optimizer states are not used before the step, so they may be away then. Take three
+layers a, b and c. This rank has a master weight of 4 bytes and two moments of 4 bytes of each, and
+is asked for 20 bytes. The layers that are stepped last leave first, because they have the most time
+to come back. So c and b leave:
 
 | forward | states on the device | backward | states on the device |
 |---|---|---|---|
@@ -20,10 +20,7 @@ that are stepped last leave first, because they have the most time to come back.
 | c computes | 12 | the step | 36 |
 
 The copies to CPU memory begin at `offload`, and each may take until its `vacate`, so they overlap
-forward. A copy back begins at `reload`, and may take until the optimizer steps that layer. A copy
-takes
-
-$$t = \frac{\text{bytes}}{\text{bandwidth to CPU memory}}$$
+forward. A copy back begins at `reload`, and may take until the optimizer steps that layer.
 
 One layer's states leave for each layer that has computed. With $L$ equal layers, of $a$ bytes of
 activations and $s$ bytes of states each, of which $k < L$ leave, both together take at most
@@ -46,9 +43,8 @@ keeps freed memory for the stream that took it, and activations need the memory 
 `ShardStates` for its master or moments, and gets them back first. So a forward pass without
 backward, or an exception, leaves nothing to repair.
 
-The pass that puts these operations into graphs is `offload_states` in `passes.py`. It is
-DeepCompile's adaptive offloading ([paper](https://arxiv.org/abs/2504.09983)) with a number of bytes
-from the user.
+`offload_states` in `passes.py` puts these operations into graphs. It is DeepCompile's adaptive
+offloading ([paper](https://arxiv.org/abs/2504.09983)) with a number of bytes from the user.
 
 **Run this**: `python -m pytest tests/compiler/test_away.py -k order`.
 
@@ -128,8 +124,7 @@ class StatesAway:
         """
         ### Have the states on the device, wherever they are
 
-        The compute stream waits for the copy under way. `ShardStates` calls it before anybody reads
-        or writes its states.
+        `ShardStates` calls it before anybody reads or writes its states.
         """
         self.reload()
         if not self.phase:
@@ -179,8 +174,6 @@ class StatesAway:
     def _copy(self, stream: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """
         #### Start copies on a stream, after it has waited for the compute stream
-
-        * `pairs` are the tensors to write to, each with the one to read
         """
         with self.layer.comm.on(stream):
             for target, source in pairs:

@@ -4,9 +4,8 @@ r"""
 `Eager` runs the operations of a graph one by one, and `Inductor` compiles those that stand between
 two communications into one function.
 
-Inductor, the last part of `torch.compile`, fuses operations, so they write less to memory. It also
-reorders them. But communication has to stay where the passes have put it, on all ranks. So Inductor
-never sees it. It gets the *regions* in between:
+Inductor, the last part of `torch.compile`, fuses and reorders operations. But communication has to
+stay where the passes have put it, on all ranks. So Inductor gets only the *regions* in between:
 
 | graph | becomes |
 |---|---|
@@ -80,8 +79,6 @@ class Eager:
 class Inductor(Eager):
     """
     ## Compile what stands between two communications
-
-    The graph around it stays as the passes made it.
     """
 
     name = "inductor"
@@ -160,7 +157,7 @@ class Inductor(Eager):
         key = f"{graph} {[_shape(example) for example in examples]}"
         if key not in self.compiled:
             module = fx.GraphModule(torch.nn.Module(), graph)
-            # A context of its own, because Inductor notes the results' strides there.
+            # Inductor notes the results' strides there.
             with tracing(TracingContext(detect_fake_mode(examples))):
                 run = self.inductor.compile_fx_inner(module, examples)
             self.compiled[key] = Region(f"region_{len(self.compiled)}", run)
@@ -210,8 +207,6 @@ def _computes(node: fx.Node) -> bool:
 def alone(region: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) -> fx.Graph:
     """
     ## A graph of a region alone
-
-    Its names say nothing of where it stood, so that equal regions are equal.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -231,8 +226,6 @@ def alone(region: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) 
 def _sizes(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
     """
     #### The inputs of a graph that are sizes which the shapes of these nodes depend on
-
-    A tensor of $n + 1$ elements does not tell Inductor the $n$ that other shapes are made of.
     """
     symbols = free_symbols([node.meta.get("val") for node in nodes])
     return [node for node in graph.nodes if is_symbol_binding_fx_node(node) in symbols]

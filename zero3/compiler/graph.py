@@ -24,8 +24,6 @@ of a. Then eight weights are full at once. The passes count them before anything
 $$\text{full}(t) \;=\; \sum_{\ell \,:\, \text{gather}(\ell) \,\le\, t \,\le\, \text{release}(\ell)}
 P_\ell \;\le\; \text{limit} \qquad \text{for each operation } t$$
 
-A hook cannot do this, because it does not know the operations that come next.
-
 | operation | meaning | a rank sends |
 |---|---|---|
 | `gather(a, b)` | start one all-gather for these layers | $N-1$ times their shards |
@@ -95,9 +93,9 @@ def parameter(layer: str, place: int) -> torch.Tensor:
 
 def gather(*layers: Reference) -> None:
     """
-    ## Start one all-gather for some layers, and return at once
+    ## Start one all-gather for some layers
 
-    All ranks call it. A rank sends $N-1$ times the bytes of their shards.
+    All ranks call it.
     """
     first, *others = [layer() for layer in layers]
     first.gather(others)
@@ -128,7 +126,7 @@ def reduce(*layers: Reference) -> None:
     """
     ## Start one reduce-scatter for the flat gradients of some layers
 
-    All ranks call it. A rank sends $N-1$ times the bytes of their shards.
+    All ranks call it.
     """
     first, *others = [layer() for layer in layers]
     first.begin_reduce(others)
@@ -164,7 +162,7 @@ def refuse_old(versions: torch.Tensor, *layers: Reference) -> None:
 
 def offload(layer: Reference) -> None:
     """
-    ## Start to copy the optimizer states of a layer to CPU memory, and return at once
+    ## Start to copy the optimizer states of a layer to CPU memory
     """
     layer().away.offload()
 
@@ -178,7 +176,7 @@ def vacate(layer: Reference) -> None:
 
 def reload(layer: Reference) -> None:
     """
-    ## Start to copy the optimizer states of a layer back to the device, and return at once
+    ## Start to copy the optimizer states of a layer back to the device
     """
     layer().away.reload()
 
@@ -257,7 +255,7 @@ def full_numel(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ())
     * `numel` is what each layer has in full, with padding
     * `kept` are the layers that are whole before the first operation
 
-    It is the formula of the head. A packed buffer counts from its `gather` to the last `wait`.
+    A packed buffer counts from its `gather` to the last `wait`.
     """
     whole = set(kept)
     full = sum(numel[layer] for layer in whole)

@@ -4,8 +4,7 @@ r"""
 `compile` shards a model as `wrap` does, and has `torch.compile` make graphs of its step. In these
 graphs, passes decide when layers are gathered and freed.
 
-In a wrapped model, hooks do this when a unit computes. Shards, tiers, the optimizer and
-checkpoints are the same.
+Shards, tiers, the optimizer and checkpoints are those of a wrapped model.
 
 Take a model of four layers with 10 elements each, on two ranks, with room for 30 full elements. Its
 input needs a gradient, so backward reads the weights of all layers:
@@ -21,10 +20,9 @@ With $K$ the layers that stay full from forward to backward, a step sends
 
 $$\Big(3\Psi - \sum_{\ell \in K} P_\ell\Big)\,\frac{N-1}{N} \quad \text{elements per rank}$$
 
-**Small layers.** A layer costs two or three collectives, however small it is. With `unit_bytes`,
-small neighbours share a unit: one flat parameter, one all-gather and one reduce-scatter. Their
-parameters keep their names. Take 100 linear layers of 64 x 64 weights and a bias on two ranks. Each
-has 16,640 bytes, so 63 of them fit into 1 MiB:
+**Small layers.** With `unit_bytes`, small neighbours share a unit: one flat parameter, one
+all-gather and one reduce-scatter. Their parameters keep their names. Take 100 linear layers of 64 x
+64 weights and a bias on two ranks. Each has 16,640 bytes, so 63 of them fit into 1 MiB:
 
 | | alone | together, `unit_bytes=1 << 20` |
 |---|---|---|
@@ -32,18 +30,17 @@ has 16,640 bytes, so 63 of them fit into 1 MiB:
 | collectives in a step | 297 | 4 |
 | elements that a rank sends | 617,760 | 416,000 |
 
-Alone means `bucket_bytes=0`: 100 gathers in forward, 97 in backward, which finds three layers full,
-and 100 reduces. Together there is room for all of them, so backward gathers nothing again. The
-price: such layers cannot be frozen one by one after `compile`, and the parameters of one of them
-are not in its `parameters()`.
+Alone means `bucket_bytes=0`. Then backward finds three layers full. Together there is room for all
+of them, so backward gathers nothing again. The price: such layers cannot be frozen one by one after
+`compile`, and the parameters of one of them are not in its `parameters()`.
 
 **Graph breaks.** Dynamo cannot trace everything, for instance a branch that depends on a value.
 Then Python runs that line, and the next line begins another graph. Each graph frees what it has
 gathered. A layer that Dynamo cannot trace at all runs with its hooks; `report()` says which one,
 and why.
 
-**What it gains.** Large layers gain little time on a CPU, because Inductor calls the same matrix
-products as PyTorch. Small layers gain time, because a graph runs with less Python than hooks.
+**What it gains.** Small layers gain time, because a graph runs with less Python than hooks. Large
+ones gain little on a CPU.
 
 **Run this**: `python -m zero3.compiler` prints the graphs of a small model; `make bench
 ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with `torch.compile`.
@@ -104,8 +101,7 @@ class CompiledUnit(Unit):
     """
     ## A layer of a compiled model
 
-    While the compiler traces, it is the module that it stands for. Graphs call its operations. If
-    the compiler cannot trace it, it is a `Unit` with hooks.
+    Graphs call its operations. If the compiler cannot trace it, it is a `Unit` with hooks.
     """
 
     # Whether this pass runs it with hooks, and whether every pass has to.
@@ -125,7 +121,6 @@ class CompiledUnit(Unit):
         self.full_views = [slot.view for slot in self.slots()]
         self.flat_slots = [(flat, slot) for flat in self.flats for slot in flat.slots]
         self.away = StatesAway(self)
-        # Parameters whose hooks the current backward pass has called; for the root.
         self.hooked: set[Slot] = set()
 
     def forward(self, *args, **kwargs):
@@ -144,7 +139,6 @@ class CompiledUnit(Unit):
         """
         self.by_hooks = True
         for unit in self.externals:
-            # It has this layer's parameters, and those of its neighbours.
             unit.by_hooks = unit.by_hooks or isinstance(unit.module, Together)
         return super().forward(*args, **kwargs)
 
@@ -174,8 +168,6 @@ class CompiledUnit(Unit):
     def wait(self) -> list[torch.Tensor]:
         """
         ### Wait for the all-gather, and return the parameters
-
-        If another forward pass has freed the layer, it is gathered again.
         """
         if self.is_fetched:
             # Before it collects gradients again, finish those in flight.
@@ -298,8 +290,7 @@ class CompiledUnit(Unit):
         """
         ### Gather the parameters for code that Dynamo could not trace
 
-        This time the layer stays full until the end of backward. From the next pass on it runs with
-        hooks.
+        It stays full until the end of backward, and runs with hooks from the next pass on.
         """
         if self.order.stack or in_backward() or not self.root.running:
             return super().fetch_for_others()
@@ -373,7 +364,7 @@ class CompiledModel(Zero3Model):
     """
     ## A compiled model
 
-    `compile` makes it. Use it like what `wrap` returns.
+    Use it like what `wrap` returns.
     """
 
     unit_class = CompiledUnit
@@ -426,7 +417,6 @@ class CompiledModel(Zero3Model):
         """
         if not can_share(self.comm):
             return []
-        # Room for those that compute, and for the next ones.
         most_numel = (self.limit_numel - rest_numel) / 2
         traced = [place for place in places if self.is_chain or not place.is_leaf]
         return neighbours(traced, self.unit_bytes, most_numel)
@@ -515,8 +505,7 @@ class CompiledModel(Zero3Model):
             unit.prepare()
         self.module.running = True
         try:
-            # After a graph break, each layer has graphs of the same code. A module with a new hook
-            # needs another graph.
+            # After a graph break, each layer has graphs of the same code.
             with dynamo.patch(recompile_limit=8 + 2 * len(self.units),
                               skip_nnmodule_hook_guards=False):
                 output = self.run(*args, **kwargs)
@@ -575,9 +564,6 @@ class CompiledModel(Zero3Model):
     def report(self) -> str:
         """
         ### What was compiled, where graphs ended early, and which layers run with hooks
-
-        A graph's number is that of its code, and how often this was compiled before: 0/1 is
-        compiled again.
         """
         lines = [f"rank {self.comm.global_rank}: {len(self.graphs)} graphs, by {self.engine.name}, "
                  f"with at most {self.limit_numel:,} full elements"]
@@ -615,7 +601,7 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
     """
     ## Shard a model in place, and compile its step
 
-    All ranks call it alike. Use the result like that of `wrap`.
+    All ranks call it alike.
 
     * `model` is as for `wrap`
     * `layer_classes` are the classes of its layers; left out, each module of an `nn.Sequential` is

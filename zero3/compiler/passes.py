@@ -15,27 +15,19 @@ a layer. The last column is the number of gathers that overlap computation:
 | or `bucket`, of 20 elements, limit 30 | gather a b, wait a, \|a, release a, wait b, \|b, ... | 0 |
 | and `prefetch`, limit 50 | gather a b, gather c d, wait a, \|a, release a, wait b, ... | 1 |
 
-`prefetch` moves each gather up as far as the limit admits. So the all-gather of b overlaps the
-computation of a. The limit holds at every operation:
+So `prefetch` lets the all-gather of b overlap the computation of a. The limit holds at every
+operation:
 
 $$\max_t \text{full}(t) \;\le\; \text{limit}$$
 
-`keep` uses the same room for something else. Backward begins with the layers that forward ends
-with, so the last ones need not be freed in between. With a limit of 20, c and d stay, and backward
-gathers a and b alone: six all-gathers in a step instead of eight. If the input of a needs no
-gradient, there are five, because backward does not read the weights of a.
+`keep` uses the same room for the layers that forward ends with. Backward begins with them, so they
+need not be freed in between. With a limit of 20, c and d stay, and backward gathers a and b alone:
+six all-gathers in a step instead of eight. If the input of a needs no gradient, there are five,
+because backward does not read the weights of a.
 
-| pass | what it does | the papers' name |
-|---|---|---|
-| `insert` | gathers before the first use, releases after the last one, reduces | |
-| `keep` | spares a release in forward and a gather in backward | selective unsharding |
-| `bucket` | one all-gather for several small layers, and one reduce-scatter | bucketing |
-| `prefetch` | gathers earlier | proactive prefetching |
-| `sink` | waits for a reduce later | reordering |
-| `offload_states` | has optimizer states leave for a while (see `away.py`) | adaptive offloading |
-
-The papers are [DeepCompile](https://arxiv.org/abs/2504.09983) and
-[SimpleFSDP](https://arxiv.org/abs/2411.00284).
+[DeepCompile](https://arxiv.org/abs/2504.09983) has other names: `keep` is selective unsharding
+there, `prefetch` proactive prefetching, and `offload_states` adaptive offloading (see `away.py`).
+[SimpleFSDP](https://arxiv.org/abs/2411.00284) calls `bucket` bucketing and `sink` reordering.
 
 **Run this**: `python -m zero3.compiler` prints a small model's graphs after each pass.
 
@@ -89,7 +81,7 @@ def improve(forward: fx.Graph, backward: fx.Graph | None, numel: dict[str, int],
     backward = backward and insert(backward)
     steps.append(("insert", forward, backward))
     kept: list[str] = []
-    # With a part of the layers there are other graphs, and the limit is for all of them.
+    # With a part of the layers there are other graphs.
     if backward is not None and gathered(forward) == {name for name in numel if numel[name]}:
         forward, backward, kept = keep(forward, backward, numel, limit)
         steps.append(("keep", forward, backward))
@@ -196,8 +188,8 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
     """
     ## Keep layers whole from forward to backward, as far as the limit admits
 
-    Also returns the layers that are kept. It begins with those that backward gathers first, because
-    these are kept for the shortest time.
+    Also returns the layers that are kept. Those that backward gathers first are kept for the
+    shortest time.
     """
     forward = copied(forward)
     backward = copied(backward)
@@ -277,7 +269,7 @@ def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]
 
     * `kept` are the layers that are whole before the graph begins
 
-    The gathers stay in their order, so the first layer that is needed is the first to arrive.
+    The gathers stay in their order.
     """
     graph = copied(graph)
     first = 0
@@ -322,8 +314,7 @@ def offload_states(forward: fx.Graph, backward: fx.Graph, layers: list[str]
     * `forward` and `backward` have their communication already
     * `layers` leave in this order, and come back in the reverse one. `forward` gathers each of them
 
-    The copies begin with forward. Whenever a layer of the model has computed, one more of `layers`
-    is vacated. In backward, one of them comes back for each of the last layers that have computed.
+    The table at the head of `away.py` shows the order.
     """
     forward = copied(forward)
     backward = copied(backward)

@@ -23,7 +23,7 @@ Its input is `x`, and `g` is the gradient of its output:
 | | `dx = mm(g, t(t(w)))` | `dx = mm(g, t(t(w)))` |
 | backward returns | `dw`, `dx` | `dx` |
 
-A saved weight would stay full from forward to backward, and a view of it too. So backward makes its
+A saved weight, or a view of it, would stay full from forward to backward. So backward makes its
 views again. Between forward and backward a rank then holds, of a layer that is not kept,
 
 $$\text{activations} \;+\; \lceil P_\ell / N \rceil \text{ elements}$$
@@ -150,11 +150,10 @@ def graphs_of(known: dict[int, Place], lower: Callable[[], Any], engine: Any,
     def compile_forward(*_: Any) -> Callable:
         metadata: Any = TracingContext.get().fw_metadata
         refuse_writes(metadata.input_info, places)
-        # Without a list, a second backward pass is refused too.
+        # Without a list, or with donated buffers, a second backward pass is refused.
         metadata.bw_donated_idxs = []
         return engine.compile(graphs.forward)
 
-    # A donated buffer forbids a second backward pass through the same graph.
     with functorch.patch(donated_buffer=False):
         run = aot_module_simplified(
             traced, inputs, partition_fn=partition,
@@ -170,8 +169,8 @@ def _without_parameters(run: Callable, inputs: Sequence[Any], places: list[Place
     """
     #### Call a function of inputs and parameters without the parameters
 
-    Autograd only has to know that something needs a gradient, so a tensor without elements stands
-    for each parameter. Its gradient is none, because `collect` has taken it.
+    A tensor without elements stands for each parameter. Its gradient is none, because `collect` has
+    taken it.
     """
     trains = torch.empty(0, requires_grad=True)
     frozen = torch.empty(0)
@@ -193,10 +192,8 @@ def guard_parameters(graph: fx.Graph, places: Sequence[Place | None]) -> None:
     """
     ## Have Dynamo compile again for other parameters
 
-    * `graph` is what Dynamo has traced, and `places` are the places of its inputs
-
-    Two layers of a class have the same code, and Dynamo would run the first one's graph for both.
-    But that graph has the name of its layer.
+    Dynamo would run the first layer's graph for all layers of a class, but that graph has the name
+    of its layer.
     """
     for node, place in zip(inputs_of(graph), places, strict=True):
         if place:
@@ -206,8 +203,6 @@ def guard_parameters(graph: fx.Graph, places: Sequence[Place | None]) -> None:
 def refuse_views(graph: fx.Graph, places: Sequence[Place | None]) -> None:
     """
     ## Refuse a view of a parameter as a result
-
-    * `graph` is what Dynamo has traced, and `places` are the places of its inputs
 
     The graph frees the memory of the parameter before it returns.
     """
@@ -236,8 +231,6 @@ def _storage(node: fx.Node) -> Any:
 def refuse_writes(inputs: Sequence[Any], places: Sequence[Place | None]) -> None:
     """
     ## Refuse a model that writes to a parameter
-
-    * `inputs` is what AOTAutograd knows of the inputs of a graph, and `places` are their places
 
     The parameter is freed, and the shard would keep its value.
     """
@@ -271,8 +264,6 @@ def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[P
     ## Have backward make the views of parameters again, and not save them
 
     * `places` are the places of the forward graph's inputs, `None` for inputs of other kinds
-
-    In the example above backward gets `t(w)` from `parameter` and not from forward.
     """
     originals = {node: place for node, place in zip(inputs_of(forward), places, strict=False)
                  if place}
@@ -364,8 +355,6 @@ def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
 def marked_inputs(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Graph:
     """
     ## A graph that names its parameters
-
-    The inputs stay, because the caller passes as many.
     """
     graph = copied(graph)
     inputs = inputs_of(graph)

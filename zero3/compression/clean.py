@@ -15,14 +15,13 @@ are stored in their bits.
     read(small, "small.safetensors")    # cleaned, too
 
 **Take two layers of 4 by 4**, and prune two rows of the first. Two outputs are always zero, so two
-columns of the second layer never matter. Both go:
+columns of the second layer go, too:
 
 | | parameters | multiply-adds for an input |
 |---|---|---|
 | before | 4 · 4 + 4 · 4 = 32 | 32 |
 | after | 2 · 4 + 4 · 2 = 16 | 16 |
 
-If a part $s$ of the rows is pruned, both layers have $1 - s$ of their parameters and multiply-adds.
 Single elements save bytes and no multiply-adds.
 
 | pruned | goes from this layer | and from the layers that `follows` names |
@@ -130,7 +129,6 @@ def take_over(plain: nn.Module, trained: ShardedModel) -> None:
         theirs = buffers | dict(params)
         for name, tensor in (*plain.named_parameters(), *plain.named_buffers()):
             found: Any = theirs.get(name)
-            # Thresholds are bits of the data type.
             mine = (*tensor.shape, tensor.dtype)
             got = None if found is None else (*found.shape, found.dtype)
             expect(got == mine, "clean: `trained`", "a sharded model of the same layers and data "
@@ -154,13 +152,13 @@ class Plan:
 
     def __init__(self, module: Weighted):
         """
-        ### Look at a compressed weight, before anything is cut
+        ### Look at a compressed weight
         """
         self.module = module
         self.kept: torch.Tensor | None = None  # which elements are stored; `None` for all
         self.grid: Grid | None = None  # what the weight is rounded to
         weight = module.parametrizations.weight.original
-        # As in training, because scales are those of the weight so far.
+        # In the order of training.
         for method in _methods(module):
             if isinstance(method, (PrunedElements, PrunedFours)) and method.count:
                 self.kept = method.kept()

@@ -1,8 +1,7 @@
 r"""
 # Compress: rules for weights, which advance with the optimizer
 
-`compress` puts rules on the layers of a plain model. Then the model is wrapped and trained as
-always.
+`compress` puts rules on the layers of a plain model, which is then wrapped and trained as always.
 
     layers = [Block() for _ in range(4)]
     compress(layers, {"*.linear": [Prune(0.5, start=100, end=500), Quantize(4, start=300)]})
@@ -10,8 +9,7 @@ always.
     optimizer = Zero3Optimizer(model, torch.optim.AdamW, lr=1e-3)
 
 Names are those of `nn.Sequential(*layers)`, and patterns are those of a shell; `*.first|*.second`
-matches names of either kind. The rules of a pattern apply to every layer with a `weight` that it
-matches.
+matches either. The rules apply to every layer with a `weight` that matches.
 
 **After each step** of an optimizer that trains parameters of the model, the schedule advances by
 one.
@@ -31,8 +29,7 @@ $$0.1,\; -0.7,\; 0.4,\; -0.2 \quad\to\quad 0,\; -0.7,\; 0.4,\; 0$$
 **At rest** there are no masks, only 16 bytes for each rule and weight on each rank.
 
 **Resume.** Steps and thresholds are buffers, so `zero3.save` saves them. A run that resumes calls
-`compress` with the same rules before it loads, and goes on with the same masks, on another number
-of ranks too.
+`compress` with the same rules before it loads.
 
 **Run this**: `python -m pytest tests/compression/test_compression.py -k ranks`.
 
@@ -159,13 +156,11 @@ class Compression:
         """
         ### Follow the steps of optimizers
 
-        * `model` is the whole model, and `methods` are what the rules do to its weights
         * `groups` are the prunings whose elements share a threshold
         """
         self.model = model
         self.all_methods = methods
         self.groups = groups
-        # The steps of each optimizer, and of the one with the most.
         self.taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary())
         self.most_taken = 0
@@ -174,7 +169,7 @@ class Compression:
         after_steps.add(self, Compression._hear)
 
     def _hear(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        # `step(closure)` of a `Zero3Optimizer` calls `step()`, which has been counted.
+        # `step(closure)` calls `step()`, which has been counted.
         closure = [*args[1:], kwargs.get("closure")]
         is_twice = isinstance(optimizer, Zero3Optimizer) and any(closure)
         if not is_twice and self.is_trained_by(optimizer):
@@ -184,7 +179,6 @@ class Compression:
         return self.model, self.all_methods, self.groups
 
     def __setstate__(self, state: tuple) -> None:
-        # The copy of a model follows its own optimizer.
         Compression.__init__(self, *state)
 
     def methods(self, kind: type[Method] = Method) -> Iterator[Any]:
@@ -200,7 +194,6 @@ class Compression:
         layers = _layers_of(_params(self.model))
         if isinstance(optimizer, Zero3Optimizer):
             return any(layer.reducer in optimizer.buckets for layer in layers)
-        # A `Zero3Optimizer` steps its shards by an optimizer inside of it, which does not count.
         shards = [flat.shard for layer in layers if not isinstance(layer.reducer, Bucket)
                   for flat in layer.flats]
         trained = {id(p) for p in (*_params(self.model), *shards)}
@@ -237,7 +230,7 @@ class Compression:
         """
         ### Find the threshold of each group of elements, over all ranks
 
-        Gathers counts of all groups together (`kth_keys`). All ranks must call this.
+        All ranks must call this (all-gather of counts, for all groups together).
         """
         groups = [group for group in self.groups if group[0].count]
         if not groups:
@@ -248,7 +241,7 @@ class Compression:
             if not layers:
                 return counts
             layer = layers[0]
-            # The other rows are those of replicas, which have the same shards.
+            # The other rows are of replicas, with the same shards.
             rows = layer.comm.numbers(layer, counts)[: layer.comm.world_size]
             return layer.comm.over_stages(layer, rows.sum(dim=0)).sum(dim=0)
 
@@ -395,7 +388,7 @@ def _add_to_weight(module: Weighted, methods: list[Method]) -> None:
     """
     parametrize.register_parametrization(module, "weight", Compressed(methods), unsafe=True)
     module.register_forward_pre_hook(before_forward)
-    # Also if it fails, or it would go on to collect weights.
+    # Also if it fails.
     module.register_forward_hook(after_forward, always_call=True)
     has_bias = getattr(module, "bias", None) is not None
     for method in methods:

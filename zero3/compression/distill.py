@@ -1,11 +1,11 @@
 r"""
 # Distill: fewer layers, taught by all of them
 
-`distill` starts a small model, the *student*, from some layers of a trained one, the *teacher*. It
-also makes the student's loss.
+`distill` starts a small model, the *student*, from some layers of a trained one, the *teacher*, and
+makes its loss.
 
-A text says which byte came next. The teacher's probabilities say how likely each of them was.
-**Three bytes**, of which `a` came next:
+A text says which byte came next, and the teacher how likely each one was. **Three bytes**, of which
+`a` came next:
 
 | | a | b | c |
 |---|---|---|---|
@@ -13,8 +13,8 @@ A text says which byte came next. The teacher's probabilities say how likely eac
 | the teacher says | 0.70 | 0.25 | 0.05 |
 | the teacher at temperature 2 | 0.54 | 0.32 | 0.14 |
 
-A temperature $T$ divides the logits, and so lifts the small probabilities. The loss has three
-parts: the task's own, the distance of the probabilities, and that of the layers' outputs:
+A temperature $T$ divides the logits. The loss has three parts: the task's own, the distance of the
+probabilities, and that of the layers' outputs:
 
 $$L = (1 - \alpha)\, L_{\text{task}} + \alpha\, T^2\, \mathrm{KL}\left(p^T_{\text{teacher}} \,\|\,
 p^T_{\text{student}}\right) + \beta \, \frac{1}{n} \sum_i \lVert h_i - h'_{k_i} \rVert^2 / d$$

@@ -4,17 +4,15 @@ r"""
 `Compressed` makes the weight of a module from the stored one, and gives its memory back between
 forward and backward.
 
-A matrix product keeps the compressed weight for the backward pass, and the sharded layer, which
-frees the stored weight after forward, knows nothing of it. Together these weights would be as large
-as the whole model. **Two layers of 100 elements** on two ranks, after forward:
+A matrix product keeps the compressed weight for the backward pass, and the sharded layer frees only
+the stored one. **Two layers of 100 elements** on two ranks, after forward:
 
 | | stored, sharded | compressed |
 |---|---|---|
 | kept by autograd | 50 + 50 | 100 + 100 |
 | freed | 50 + 50 | 0 |
 
-So the module frees it, as a layer frees its flat parameter: the storage shrinks to zero bytes. In
-backward:
+So the module frees it, as a layer frees its flat parameter. In backward:
 
 | event | the compressed weight |
 |---|---|
@@ -53,8 +51,6 @@ from zero3.watch import in_backward
 class Compressed(nn.Sequential):
     """
     ## A weight, as its rules make it of the stored one
-
-    Its modules are what the rules do, in order.
     """
 
     def __init__(self, methods: list[Method]):
@@ -71,7 +67,6 @@ class Compressed(nn.Sequential):
         found = checkpoint(self.value, weight, use_reentrant=False, preserve_rng_state=False)
         # Before the first rule starts, it is the stored weight itself, which the layer frees.
         is_own = found.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
-        # Inside of `parametrize.cached()`, others use it too.
         if is_own and self.made is not None and not parametrize._cache_enabled:
             self.made.append(found)
         return found

@@ -3,8 +3,8 @@ r"""
 
 `Quantize` and `Prune` say what becomes of a weight, and from which optimizer step to which.
 
-A model that loses bits or elements of its weights at once loses accuracy too. So it loses them
-*while it trains*. Take four weights, half of them pruned and the others in 4 bits:
+A model that loses bits or elements at once loses accuracy too. So it loses them *while it trains*.
+Take four weights, half of them pruned and the others in 4 bits:
 
 | | | | | | in a file |
 |---|---|---|---|---|---|
@@ -40,8 +40,6 @@ KINDS = ("element", "2:4", "row", "channel", "head")
 def progress(step: int, start: int, end: int | None) -> float:
     """
     ## How much of a schedule is behind, from 0 to 1
-
-    Without an end, everything happens at the start.
     """
     if end is None or end == start:
         return float(step >= start)
@@ -97,7 +95,7 @@ class Quantize:
 
     def bits_at(self, step: int) -> int | None:
         """
-        ### The bits after so many steps of the optimizer, or `None` before the start
+        ### The bits after so many steps, or `None` before the start
         """
         if step < self.start:
             return None
@@ -155,7 +153,7 @@ class Prune:
 
     def sparsity_at(self, step: int) -> float:
         """
-        ### The sparsity after so many steps of the optimizer
+        ### The sparsity after so many steps
         """
         return self.sparsity * (1 - (1 - progress(step, self.start, self.end)) ** 3)
 

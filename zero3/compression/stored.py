@@ -4,8 +4,7 @@ r"""
 `Stored` keeps a weight in codes of 8, 4, 2 or 1 bits, and makes it from them whenever its module
 computes.
 
-Training with a fake-quantised weight saves nothing. It saves once the codes alone are kept. **Four
-weights**, two of them pruned, the others in 4 bits:
+**Four weights**, two of them pruned, the others in 4 bits:
 
 | | | bytes |
 |---|---|---|
@@ -90,7 +89,7 @@ class Stored(nn.Module):
         bits = self.about["bits"]
         dtype = getattr(torch, self.about["dtype"])
         kept = None if self.mask is None else unpack(self.mask, 1)[:numel].bool()
-        # As in training, which rounds weights of 16 bits in fp32.
+        # As in training.
         wide = torch.promote_types(dtype, torch.float32)
         count = numel if kept is None else int(kept.sum())
         numbers = (codes if bits is None else unpack(codes, bits))[:count].to(wide)

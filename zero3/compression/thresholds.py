@@ -15,8 +15,8 @@ and 17, rank 1 has 13 and 45:
 | first digits | one 4, one 1 | one 1, one 4 | two 1, two 4 | it is the second with a 1 |
 | second digits, of those with a 1 | one 7 | one 3 | one 3, one 7 | it is 17 |
 
-Each rank sends two rows of ten counts. The digits here have 8 bits, so a row has $2^8$ counts of 8
-bytes. For keys of $b$ bits, $n$ thresholds and $N$ ranks, a rank sends
+The digits here have 8 bits, so a row has $2^8$ counts of 8 bytes. For keys of $b$ bits, $n$
+thresholds and $N$ ranks, a rank sends
 
 $$\left\lceil \frac{b}{8} \right\rceil \cdot 2^8 \cdot 8 \cdot n \cdot (N - 1) \quad
 \text{bytes}$$
@@ -26,8 +26,8 @@ bits for the element and 15 for its place, together 47. On two ranks these are 1
 step, where a gather of the weight is 32,768. The threshold has the same bits on any number of
 ranks.
 
-This is a radix sort that only follows the one bucket it needs; see Cormen et al., *Introduction to
-Algorithms*, sections 8.3 and 9.2.
+This is a radix sort that follows one bucket only; see Cormen et al., *Introduction to Algorithms*,
+sections 8.3 and 9.2.
 
 **Run this**: `make exercise N=9`, to write it yourself; or `python -m pytest
 tests/compression/test_compression.py -k threshold`.

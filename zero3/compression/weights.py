@@ -9,8 +9,8 @@ asks for its `weight`, and gets what they make of the stored one.
 | pruned | $w$ where the mask is one, and zero elsewhere |
 | quantised | the nearest multiple of a scale |
 
-**Inside a sharded layer nothing changes.** The layer shards, gathers and frees the stored weight,
-and each rank makes the same masks and scales from it.
+The layer shards, gathers and frees the stored weight, and each rank makes the same masks and scales
+from it.
 
 **A mask is one number.** Give each element of a weight a *key*: the bits of its magnitude, followed
 by the bits of its place. With magnitudes of three bits and places of two, the weights 1, −7, 4, 1
@@ -18,12 +18,8 @@ have the keys
 
 $$001\,00 = 4 \qquad 111\,01 = 29 \qquad 100\,10 = 18 \qquad 001\,11 = 7$$
 
-No two keys are equal, so exactly one threshold prunes two of four: all keys up to 7. A rank that
-has the weight and the threshold has the mask. `thresholds.py` finds the threshold without gathering
-the weight. The bits of magnitudes can be compared as integers, because floats that are not negative
-have the same order.
-
-Rows, channels, heads and 2:4 need no threshold, because each rank has the gathered weight.
+No two keys are equal, so exactly one threshold prunes two of four: all keys up to 7.
+`thresholds.py` finds it without gathering the weight. Rows, channels, heads and 2:4 need none.
 
 **Gradients.** A pruned element gets no gradient. With `regrow` it gets the one that it would have
 if it were left, as in [Learning N:M Fine-grained Structured Sparse
@@ -47,7 +43,6 @@ from torch import nn
 from zero3.compression.rules import Prune, Quantize
 from zero3.guards.options import expect
 
-# A module with a `weight`, which torch declares for each of its classes alone.
 Weighted = Any
 _INTEGERS = {
     torch.float32: torch.int32,
@@ -73,8 +68,8 @@ class Method(nn.Module):
         super().__init__()
         self.rule = rule
         self.register_buffer("state", torch.tensor([0, NOTHING], device=module.weight.device))
-        # Its two numbers as Python's, so that reading them waits for the device once in a step,
-        # behind the buffer and the version that they are of.
+        # Its two numbers as Python's, with the buffer and the version that they are of. So reading
+        # them waits for the device once in a step.
         self._known: tuple[torch.Tensor | None, int, list[int]] = (None, 0, [])
 
     def __setstate__(self, state: dict) -> None:
@@ -119,7 +114,7 @@ class Pruned(Method):
         ### Prune the weight of a module
         """
         super().__init__(rule, module)
-        # In a tuple, because a module inside would be registered twice.
+        # A tuple is not registered.
         self._module = (module,)
         self.shape = module.weight.shape
 
@@ -424,8 +419,8 @@ class QuantisedInput(Method):
     """
     ## The input of a layer in 8 bits
 
-    A moving range is that of the batches of all ranks, up to the step before. In the first step
-    there is none, and the input stays as it is.
+    A moving range is that of the batches of all ranks, up to the step before. In the first step the
+    input stays as it is.
     """
 
     bounds: torch.Tensor

@@ -4,12 +4,10 @@ r"""
 `between_bytes` says how many bytes leave a node in a step, and `choices` compares the layouts of
 `layouts.py` by these bytes and by the memory of a rank.
 
-Each layout pays for fewer bytes between nodes with memory, or with rounded numbers.
-
 **Three weights on two nodes of two ranks**, padded to four. By messages, flat ZeRO-3 sends each
-shard to both ranks of the other node. A ring passes everything from rank to rank, so three shards
-leave each node. A layout of nodes sends each shard to the other node once. A replica gathers inside
-its node. The elements that leave a node:
+shard to both ranks of the other node. In a ring three shards leave each node. A layout of nodes
+sends each shard to the other node once. A replica gathers inside its node. The elements that leave
+a node:
 
 | layout | kept | an all-gather | a reduction | a step |
 |---|---|---|---|---|
@@ -19,8 +17,7 @@ its node. The elements that leave a node:
 | nodes, secondary | 1, and 2 from forward to backward | 2 | 2 | 4 |
 | hybrid | 2 | 0 | 4 | 4 |
 
-A step has two all-gathers and a reduction; with `secondary` backward gathers inside the node. For
-each layer there leave a node
+For each layer there leave a node
 
 $$\text{bytes} = c\,(\gamma w + g)$$
 
@@ -124,8 +121,6 @@ def choices(params: float,
 
     * all `layers` are taken to have the same size
     * `ranks` are those of all `nodes`, and a multiple of them
-
-    The memory is the peak that `predict` tells, and the slice of each layer that `secondary` keeps.
     """
     part = Part(-(-int(params) // layers), ELEMENT_BYTES, True)
     found = []
@@ -147,8 +142,6 @@ def best(found: list[Choice], has_bytes: float | None) -> Choice | None:
     ## The choice with the fewest bytes between nodes that fits, if there is one
 
     * `has_bytes` is the memory of a rank; without it, all choices fit
-
-    If two have the same bytes, to three digits, less memory wins.
     """
     fitting = [each for each in found if has_bytes is None or each.peak_bytes <= has_bytes]
     return min(fitting, key=lambda each: (float(f"{each.between_bytes:.2e}"), each.peak_bytes),

@@ -5,12 +5,12 @@ r"""
 that a model needs in each tier, and `efficiency` ZeRO-Infinity's equation 6.
 
 **An example.** A model with 8 billion parameters needs 16 bytes for each of them, 128 GB on one GPU
-with 80 GB. With the optimizer states in CPU memory, 14 of the 16 bytes leave the GPU: it keeps 16
-GB of parameters, and 1.5 GB for layers that are whole and their gradients. A step then moves 32 GB
-between the two. With 8,192 tokens in a step, the GPU computes $\frac{8192}{4} = 2048$ flops for
-each byte of optimizer states that moves. A GPU that reaches 70 Tflop/s thus runs at half its speed
-over a link of $\frac{70 \cdot 10^{12}}{2048} = 34 \cdot 10^9$ bytes per second, and at 90 % over
-one of $308 \cdot 10^9$.
+with 80 GB. With the optimizer states in CPU memory, the GPU keeps 16 GB of parameters, and 1.5 GB
+for layers that are whole and their gradients. A step then moves 32 GB between the two. With 8,192
+tokens in a step, the GPU computes $\frac{8192}{4} = 2048$ flops for each byte of optimizer states
+that moves. A GPU that reaches 70 Tflop/s thus runs at half its speed over a link of
+$\frac{70 \cdot 10^{12}}{2048} = 34 \cdot 10^9$ bytes per second, and at 90 % over one of
+$308 \cdot 10^9$.
 
 $$\text{efficiency} = \frac{\text{ait} \cdot \text{bw}}{\text{ait} \cdot \text{bw} +
 \text{peak}} \qquad \text{ait} = T \text{ for parameters and gradients, } \frac{T}{4}
@@ -43,19 +43,14 @@ from zero3.sharded import Sharded
 # Of an element in half precision.
 ELEMENT_BYTES = 2
 # Bytes per parameter of half-precision training with Adam: for the parameter, its gradient, and its
-# optimizer states ($K$). Each sum is called a basis.
-#
-# * 16: ZeRO, section 3.1. fp16 parameters and gradients; fp32 parameters, momentum, variance.
-# * 18: DeepSpeed's estimator for stage 3. As above, but with the gradients in fp32.
-# * 20: ZeRO-Infinity, section 3. As for 16, and gradients in fp32 too.
+# optimizer states ($K$). Each sum is called a basis. `docs/notation.md` says who uses which.
 BASES = {16: (2, 2, 12), 18: (2, 4, 12), 20: (2, 2, 16)}
-# In fp32 the optimizer steps the parameters themselves, so its states are two moments and no
-# master. The sum is 16 again, so it is called by its data type.
+# In fp32 the states are two moments and no master. The sum is 16 again, so it is called by its data
+# type.
 WIDTHS: dict[int | str, tuple[int, int, int]] = {"fp32": (4, 4, 8)} | BASES
 # Memory of a rank by use: the model states, and buffers that exist only while a layer is at work.
 KINDS = ("parameters", "gradients", "states", "working")
-# Tiers of parameters and of optimizer states, the fastest first. A step reads parameters twice and
-# states once, so parameters are never in the slower tier.
+# Tiers of parameters and of optimizer states, the fastest first.
 CHOICES = (("device", "device"), ("device", "cpu"), ("cpu", "cpu"),
            ("device", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
 
@@ -74,7 +69,6 @@ class Part:
     align_numel: int = 1  # the elements of a shard are a multiple of it; on the CPU it is 1
 
     def shard_numel(self, world_size: int) -> int:
-        # Rounded up: the last rank's shard ends with padding.
         return -(-self.numel // (world_size * self.align_numel)) * self.align_numel
 
 
@@ -153,8 +147,8 @@ def stage_parts(params: float,
     r"""
     ## `stages` in parts: the bytes of a rank by `KINDS`, for stages 0 to 3
 
-    Working buffers are not in Table 1. Stage 2 holds the full gradient of one layer until it is
-    reduced. Stage 3 also holds two whole layers.
+    Working buffers are not in Table 1: the full gradient of a layer in stage 2, and two whole
+    layers more in stage 3.
 
     * `layers` are taken to have the same size
     """
@@ -177,9 +171,6 @@ def sent_elements(params: float, ranks: int, stage: int) -> float:
     ## Elements that a rank sends to other ranks in a step
 
     $$2\Psi\frac{N-1}{N} \text{ for stages 0 to 2} \qquad 3\Psi\frac{N-1}{N} \text{ for stage 3}$$
-
-    An all-reduce of the gradients is a reduce-scatter and an all-gather. Stage 3 gathers the
-    parameters both in forward and in backward.
 
     ZeRO, section 7.2.
     """
@@ -242,8 +233,8 @@ def places(params: float,
 
     Files need buffers in CPU memory: two for a layer's shard, and five for its optimizer states.
 
-    With the states in CPU memory a step moves $4\Psi/N$ bytes: the gradients to the CPU and the
-    parameters back. Offload cannot move less (ZeRO-Offload, section 3).
+    With the states in CPU memory a step moves $4\Psi/N$ bytes, the least that offload can
+    (ZeRO-Offload, section 3).
     """
     shard = params / ranks
     layer = params / layers
@@ -268,8 +259,8 @@ def _tier_widths(params_in: str, states_in: str, basis: int | str) -> tuple[int,
     """
     #### Bytes per parameter: for itself, its gradient, its states, and for all that a step needs
 
-    In fp32 the optimizer steps the parameters themselves. So parameters on the device need a copy
-    in the tier in which they are stepped, and those in files move along with their states.
+    In fp32, parameters on the device need a copy in the tier in which they are stepped, and those
+    in files move along with their states.
     """
     p, g, k = WIDTHS[basis]
     fp32 = p == 4
@@ -289,7 +280,7 @@ def _tier_moves(params_in: str,
     """
     moves = {"cpu": 0.0, "nvme": 0.0}
     if states_in == "cpu":
-        # Gradients go to the CPU. Parameters come back, unless they rest there.
+        # Gradients, and the parameters back.
         moves["cpu"] += (2 if params_in == "device" else 1) * p * shard
     if params_in != "device":
         moves[params_in] += 2 * p * shard

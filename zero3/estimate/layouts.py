@@ -1,8 +1,8 @@
 r"""
 # Layouts: groups of ranks, and encodings between them
 
-A `Layout` says how ranks are grouped and what travels between them. A run says this with a mesh and
-`Links`, which need process groups. An estimate has none:
+A `Layout` says how ranks are grouped and what travels between them, as a mesh and `Links` do,
+without process groups:
 
 | mesh | layout | shards of a layer | ranks that a rank sends to |
 |---|---|---|---|

@@ -1,12 +1,9 @@
 r"""
 # The tape
 
-`Ledger` records what each rank sends and holds, so that every figure in the text can be measured on
-a real run.
-
-The communicator counts the bytes that it sends, and at every event the `Ledger` adds up the
-storages that the model really holds. A layer of three weights on two ranks, in fp32, goes through a
-forward pass like this:
+`Ledger` records what each rank sends and holds. The communicator counts the bytes that it sends,
+and at every event the `Ledger` adds up the storages that the model really holds. A layer of three
+weights on two ranks, in fp32, goes through a forward pass like this:
 
 | event | bytes of the event | live bytes | sent bytes |
 |---|---|---|---|
@@ -95,7 +92,6 @@ class Ledger:
         """
         ### Choose a model
 
-        * `model` has `Zero3Layer`s, at any depth
         * `optimizer`, if given, has the memory that it holds counted among the live bytes
         """
         self.model = model
@@ -133,7 +129,7 @@ class Ledger:
             vars(self.optimizer)["listener"] = listener
 
     def _step_begins(self, *_) -> None:
-        # `Zero3Optimizer` has another optimizer inside, whose steps are part of its own.
+        # The optimizer inside a `Zero3Optimizer` steps, too.
         self._steps += 1
 
     def _step_ends(self, *_) -> None:
@@ -184,8 +180,6 @@ class Ledger:
 def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
     """
     ## Bytes of the distinct storages that modules and optimizers hold
-
-    They are of parameters, gradients, buffers and optimizer states, and of what is in flight.
     """
     tensors: list[torch.Tensor | None] = []
     for holder in holders:

@@ -3,9 +3,8 @@ r"""
 
 `predict` says how many bytes a sharded model will hold and send, before it runs.
 
-A training step is a fixed sequence of events: all-gather a layer, free it, allocate a gradient,
-reduce it. `predict` replays it with numbers in place of tensors, and notes the highest sum. The
-tests run the same model with a `Ledger` that measures, and demand equality to the byte.
+A training step is a fixed sequence of events. `predict` replays it with numbers in place of
+tensors, and notes the highest sum. The tests compare it with a `Ledger` that measures, to the byte.
 
 **Two layers on two ranks.** Layer A has three weights, so its shards have two elements each; layer
 B has two weights, and shards of one. In fp32, a rank rests with 12 bytes. This is a step with plain
@@ -28,8 +27,8 @@ SGD on the CPU, and the bytes that a rank holds above these 12:
 | A is reduced: its shard gets a gradient | + 8 | 44 |
 | free A's full gradient and the receive buffer | − 32 | 12 |
 
-The peak is $12 + 48 = 60$ bytes. The rank sends A's shard twice and B's once in all-gathers, and
-one share of each gradient: $2 \cdot 8 + 4 + 8 + 4 = 32$ bytes. In general,
+The peak is $12 + 48 = 60$ bytes. The rank sends $2 \cdot 8 + 4$ bytes in all-gathers, and $8 + 4$
+in reduce-scatters. In general,
 
 $$\text{rest} = \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil \, (b + K t_\ell)
 \qquad
@@ -45,15 +44,14 @@ for each trainable shard, once in a step.
 **Files.** A step reads the file of a layer's shard, $f$ bytes, for each of its $g_\ell$
 all-gathers. It writes each gradient, $f_g$ bytes, after its reduction, and masters and moments,
 $f_s$ bytes, and rounded parameters after they are stepped. There are $c$ buffers for states. With
-at least $2c$ layers all masters and moments have to be read again, and all gradients but those of
-the first $c$ layers, which come last in backward. In half precision, a step of one micro-batch
-moves
+at least $2c$ layers all masters and moments are read again, and all gradients but those of the
+first $c$ layers. In half precision, a step of one micro-batch moves
 
 $$\text{read} = \sum_\ell \left( g_\ell f_\ell + f_{s,\ell} \right) + \sum_{\ell > c} f_{g,\ell}
 \qquad \text{written} = \sum_\ell \left( f_{g,\ell} + f_{s,\ell} + f_\ell \right)$$
 
-With fewer layers some states stay in the buffers. `predict` does not follow them, so a `Prediction`
-has no bytes that are read or written.
+With fewer layers some states stay in the buffers, so a `Prediction` has no bytes that are read or
+written.
 
 **Run this**: `make train`; its table holds these numbers against measured ones.
 
@@ -139,7 +137,6 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
         f"{len(kept)} kinds", "measure with `Ledger`")
     comm = optimizer.comm
     links = comm.links
-    # A layer whose shards rest on the device needs no `Offload`.
     elsewhere = [layer.offload for layer in chain if isinstance(layer.offload, Offload)]
     plain = (comm.group.size == comm.world_size and comm.replicas.size == 1
              and not (links and (links.weights or links.gradients))
@@ -176,8 +173,6 @@ def _kept(optimizer: Zero3Optimizer) -> set[tuple[int, int]]:
 def memory_table(optimizer: Zero3Optimizer, micro_batches: int = 1) -> str:
     """
     ## The bytes that this rank will hold, a line for each kind, before it holds them
-
-    Raises `RuntimeError` as `predict_optimizer` does.
     """
     states = optimizer.shard_states
     found = predict_optimizer(optimizer, micro_batches)
@@ -256,7 +251,7 @@ def predict(
     for i in range(micro_batches):
         step.micro_batch(reduces=not no_sync or i + 1 == micro_batches)
     if stage3 and trained:
-        # One shard's gradient at a time is copied into the data type of its master.
+        # One gradient at a time is copied into its master's data type.
         widened = [s.master_bytes for s in trained if s.state_width != s.grad_width]
         step.add(max(widened, default=0))
         # The squared norm of each shard's gradient, in fp64.
@@ -316,8 +311,6 @@ def _place(shards: list[_Shard],
            one_memory: bool) -> None:
     """
     ### Choose a tier for each shard and for its states
-
-    Files have whole numbers of disk blocks.
 
     * `one_memory` says that device and CPU are the same memory, as they are without a GPU
     """
@@ -384,7 +377,6 @@ class Step:
                  by_messages: bool):
         self.chain = chain
         self.world_size = world_size
-        # A rank that is alone waits for no bucket, and receives nothing.
         self.bucket_bytes = bucket_bytes if world_size > 1 else 0
         self.packs = packs
         self.receives = by_messages and world_size > 1
@@ -418,9 +410,7 @@ class Step:
         """
         #### Forward and backward: gather each layer while the one before it computes
 
-        Backward begins with the last layer, which is still full, and goes down to the first one
-        that trains. Without `reduces` the full gradients stay, and the next micro-batch adds to
-        them.
+        Without `reduces` the full gradients stay, and the next micro-batch adds to them.
         """
         trains = [layer.trains for layer in self.chain]
         first = trains.index(True) if any(trains) else -1
@@ -515,7 +505,7 @@ def data_parallel(layers: list[LayerSpec],
     """
     ## The same for plain data parallelism
 
-    A ring all-reduce sends twice as much as a reduce-scatter. Step counts are left out.
+    Step counts are left out.
 
     * `mixed` says that parameters in half precision have masters and moments in fp32
     """

@@ -1,8 +1,8 @@
 r"""
 # Tensor parallelism in numbers: what a split keeps and sends
 
-`Transformer` describes a model by its widths: what one rank keeps of it if $t$ ranks split each
-layer, and what they send each other in a step.
+`Transformer` says what one rank keeps of a model if $t$ ranks split each layer, and what they send
+in a step.
 
 **A layer on four ranks.** Take a layer of 12 weights, of which 4 are norms that nobody splits, and
 a mesh of tensor 2 x shard 2. A rank has half of the 8 others and the norms, 8 weights. It shards
@@ -18,14 +18,13 @@ all-reduce each. The embedding has another $g$, and the head another $f$:
 $$\underbrace{(4L + 2) \cdot 2\,\frac{t-1}{t}\,T d b}_{f \text{ and } g} +
 \underbrace{(t-1)\,T \left\lceil \frac{V}{t} \right\rceil b}_{\text{logits}}$$
 
-With `sequence=True` each all-reduce of a layer becomes a reduce-scatter and an all-gather, which
-send as much. There are two more at the ends of the stream, and the gradients of weights in the
-stream, $P_\text{whole}$ of each layer and the final norm, are summed:
+With `sequence=True` the ends of the stream and the gradients of its weights, $P_\text{whole}$ of
+each layer and the final norm, come on top:
 
 $$2\,\frac{t-1}{t}\,T d b + 2\,\frac{t-1}{t}\,P_\text{stream}\,b$$
 
-Weights need $3 \frac{N-1}{N} \frac{P}{t}$ elements, a $t$-th of what ZeRO-3 alone sends among $N$
-ranks. So the split pays when $T d$ is small beside the weights of a layer.
+Weights need $3 \frac{N-1}{N} \frac{P}{t}$ elements. So the split pays when $T d$ is small beside
+the weights of a layer.
 
 **Run this**: `python -m zero3.estimate --params 7b --ranks 32 --tensor 8 --width 4096`.
 
@@ -111,7 +110,7 @@ class Transformer:
         """
         others = tensor - 1
         all_reduce = 2 * others * rows * length * self.width // tensor
-        # An all-gather or a reduce-scatter. Shorter parts are padded to the longest.
+        # Shorter parts are padded to the longest.
         half = others * rows * -(-length // tensor) * self.width
         stream = self.layers * self.whole_numel + self.norm_numel
         # The embedding and the head have whole sequences in any case.

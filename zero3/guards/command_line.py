@@ -1,18 +1,12 @@
 r"""
 # Command lines: an error in one line
 
-`Parser` prints the error of a wrong argument as one line, without a traceback. `within` checks a
-number, and `folder` a folder for files.
-
-A user who mistypes a number should read one line:
+`within` checks a number, and `folder` a folder for files. `Parser` prints the error of a wrong
+argument as one line, without a traceback:
 
 ```
 python -m zero3.estimate: --params is too small. Expected: at least 1. Got: 0. What to do: raise it.
 ```
-
-An accepted value satisfies
-
-$$\text{least} \le \text{value} \le \text{most}$$
 
 **Run this**: `python -m zero3.estimate --params nan --ranks 2`.
 
@@ -44,7 +38,7 @@ def folder(name: str, path: str | Path) -> None:
     """
     ## Raise `ValueError` if files cannot be created in a folder
 
-    It creates a file without a name. Permissions say nothing about a read-only disk.
+    Permissions say nothing about a read-only disk.
     """
     problem = ""
     try:

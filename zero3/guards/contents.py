@@ -4,9 +4,7 @@ r"""
 `Contents` notices parameters and layers that are added to a sharded module, and refuses what other
 libraries do to sharded modules and cannot do right.
 
-People assign new heads to a sharded module, load state dicts into it, and put
-`DistributedDataParallel` around it. None of these fails by itself, and each of them trains another
-model than it seems to:
+Without an error, each case trains another model than it seems to:
 
 | somebody | without this chapter | here |
 |---|---|---|
@@ -17,8 +15,7 @@ model than it seems to:
 | calls `fully_shard` | the optimizer steps parameters that no layer reads | an error in forward |
 | asks for `parameters()` in a forward | there are none | the full parameters of that layer |
 
-The first check runs in every forward. It compares the submodules of each module with the list from
-before, and looks closer only if something differs:
+The first check runs in every forward, and looks closer only if something differs:
 
 $$\text{modules now} = \text{modules when it was wrapped} \;\Rightarrow\; \text{nothing was added}$$
 
@@ -90,7 +87,7 @@ class Contents:
         """
         #### Make parameters plain attributes again if somebody has assigned them
 
-        `torch.func.functional_call` exchanges them, and assigns the same ones afterwards.
+        `torch.func.functional_call` does.
         """
         for owner, params in self.hidden:
             for name, p in params.items():
@@ -114,8 +111,6 @@ class Contents:
     def _refuse_new(self, prefix: str, owner: nn.Module) -> None:
         """
         #### Refuse a parameter that is not sharded, and a layer that does not belong here
-
-        Nobody reduces the gradient of such a parameter, so each rank would train its own.
         """
         layer = self.layer
         for name, p in owner._parameters.items():
@@ -196,7 +191,7 @@ def check_chain(modules: Iterable[Layer]) -> list[Layer]:
     """
     ## Refuse modules that cannot be a chain
 
-    A plain module among the layers would be whole on each rank, and each rank would train its own.
+    Each rank would train its own copy of a plain module.
     """
     expect(isinstance(modules, Iterable), "Zero3Sequential", "a list of Zero3Layers",
            type(modules), "pass `[layer]` for one", TypeError)
@@ -215,8 +210,6 @@ def check_chain(modules: Iterable[Layer]) -> list[Layer]:
 def check_walk(chain: Any) -> None:
     """
     ## Refuse layers that were added to a chain or taken out of it
-
-    The layers learnt their neighbours when the chain was built.
     """
     built = chain.sharded_layers
     children = dict(chain.named_children())
@@ -243,7 +236,6 @@ def check_groups(layers: Iterable[Guarded]) -> None:
     """
     ## Refuse layers of one model that are sharded over different ranks
 
-    They share a communicator, so the ranks of one layer's mesh would send to those of another's.
     Raises `RuntimeError`.
     """
     by_groups = {(layer.comm.groups, layer.comm.links): layer for layer in layers}

@@ -3,9 +3,8 @@ r"""
 
 `diverged` compares what the ranks of a group are about to send.
 
-Ranks that took different branches would exchange different layers. With equal sizes the weights
-would silently be garbage; with different sizes gloo ends the process and NCCL hangs. So they
-announce
+If ranks exchanged different layers of equal size, the weights would silently be garbage; with
+different sizes gloo ends the process and NCCL hangs. So they announce
 
 $$(\text{layer}, \text{action}, \text{bytes}, \text{mark})$$
 

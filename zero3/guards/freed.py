@@ -4,8 +4,8 @@ r"""
 `FreedParameter` is the class of every parameter while its memory is freed, so that a use outside of
 its layer is an error with the parameter's name.
 
-A freed parameter keeps its shape, and its storage has no bytes. An operation on it would read
-address zero and end the interpreter:
+A freed parameter keeps its shape. An operation on it would read address zero and end the
+interpreter:
 
 $$\text{bytes that its shape promises} > \text{bytes in its storage} = 0$$
 

@@ -19,9 +19,6 @@ So whoever reads the heart can skip the checks:
 
 $$\text{numbers with guards} = \text{numbers without guards}$$
 
-The heart knows the protocols below. `zero3/__init__.py` hands in what fills them, before any other
-file is imported.
-
 **Run this**: `python -m pytest tests/guards`.
 
 **Not covered, and what that costs**: `with guard:` and `mark` are mechanisms as well.

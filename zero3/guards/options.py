@@ -4,9 +4,8 @@ r"""
 `whole` checks a number, and `expect` raises the error. `same` raises one if ranks differ.
 `Named` raises errors under its own name.
 
-Many wrong numbers pass a check that looks right. `nan < 1` is false and so is `nan > 9`, so a NaN
-seems neither too small nor too large. And in Python, `True` equals 1. So the checks here ask for
-right values, and refuse the rest:
+`nan < 1` is false and so is `nan > 9`, so a NaN seems neither too small nor too large. And in
+Python, `True` equals 1. So the checks here ask for right values, and refuse the rest:
 
 $$\text{least} \le \text{value} \le \text{most}$$
 
@@ -26,7 +25,7 @@ def whole(value: Any, least: int = 0, most: int = MOST) -> bool:
     """
     ## Whether the value is a whole number within limits
 
-    It is an `int`, or a number of another library that can be an index. `True` is no number here.
+    It may be a number of another library that can be an index. `True` is no number here.
     """
     return (hasattr(type(value), "__index__") and not isinstance(value, bool)
             and least <= value <= most)
@@ -53,8 +52,6 @@ def same(what: str, ranks: Sequence[int], every: Sequence[Mapping[str, object]],
 
     * `every` has the values of each of these ranks, by their names
     * `what`, `cure` and `kind` are as for `expect`
-
-    The ranks have gathered the values before, so all of them raise the error.
     """
     first = every[0]
     for rank, theirs in zip(ranks, every, strict=True):

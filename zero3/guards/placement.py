@@ -72,8 +72,6 @@ def check_params(comm: Sharers,
 def compare_params(comm: Sharers, who: str, params: Params) -> int:
     """
     ## Make sure that all ranks shard the same parameters in the same order
-
-    Returns the number that the first rank has drawn.
     """
     told = {f"parameter {i}": (names, tuple(p.shape), p.dtype, p.requires_grad)
             for i, (p, names) in enumerate(params.items())}
@@ -90,8 +88,7 @@ def check_device(comm: Sharers, who: str, at: torch.device) -> torch.device:
     """
     ## Make sure that an accelerator is the one that this rank's collectives use
 
-    NCCL sends from the *current* device and waits for that device's stream. With two devices in one
-    rank it would wait for the wrong one.
+    NCCL waits for the stream of the *current* device.
 
     Returns the device with its number. Raises `RuntimeError`.
     """

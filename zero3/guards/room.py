@@ -50,8 +50,7 @@ def check_room(owner: Named,
 
     * `owner`, a layer or an optimizer, needs `nbytes` for `what`, on the device `at`
 
-    All ranks must call it. Each asks for itself, and if one has too little, all raise
-    `RuntimeError`.
+    All ranks must call it. If one has too little, all raise `RuntimeError`.
     """
     left_bytes = room(at)
     problem = f"{left_bytes:,} bytes left" if left_bytes < nbytes else ""

@@ -1,12 +1,11 @@
 r"""
 # Gradients of shards
 
-`ShardGradient` is the type of a shard's gradient. It behaves like any tensor, and raises an error
-if somebody takes the norm of one rank's part for the norm of the whole gradient.
+`ShardGradient`, the type of a shard's gradient, raises an error if somebody takes the norm of one
+rank's part for the norm of the whole gradient.
 
-Two shards of two weights have the gradients (3, 4) on rank 0 and (12, 0) on rank 1. The norm of the
-whole gradient is 13. PyTorch's `clip_grad_norm_(model.parameters(), 1)` finds 5 and 12, and each
-rank would shrink its part by another factor, without an error:
+In the example of `gradients.py`, PyTorch's `clip_grad_norm_(model.parameters(), 1)` finds 5 and 12,
+and each rank would shrink its part by another factor, without an error:
 
 $$\lVert g^{(r)} \rVert \ne \lVert g \rVert$$
 
@@ -62,8 +61,6 @@ _CURE = ("clip with `model.clip_grad_norm_(...)`, or `Zero3Optimizer(..., clip_g
 class ShardGradient(torch.Tensor):
     """
     ## The gradient of a shard
-
-    `FlatParameter.add_grad` makes each shard's gradient one of these.
     """
 
     flat: weakref.ref  # the flat parameter
@@ -104,7 +101,7 @@ class GradientElsewhere(ShardGradient):
     """
     ## A gradient that rests with its master, in CPU memory or in a file
 
-    It takes the place of `.grad`, so `p.grad is None` and `zero_grad()` mean what they always do.
+    So `p.grad is None` and `zero_grad()` mean what they always do.
     """
 
     @classmethod
@@ -245,9 +242,8 @@ def _agree_on_overflow(grads: list[torch.Tensor], found_inf: torch.Tensor,
     """
     #### Tell all ranks about an overflow that one of them has in its shards
 
-    `GradScaler` has unscaled these gradients, and set `found_inf` on this rank. All ranks call it:
-    an all-gather of 4 bytes, for each data type of gradients; and one over the stages of a
-    pipeline, or the ranks that split the weights.
+    All ranks call it: an all-gather of 4 bytes, for each data type of gradients; and one over the
+    stages of a pipeline, or the ranks that split the weights.
     """
     layer = _layer([grads])
     if layer is not None:

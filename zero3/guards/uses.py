@@ -30,8 +30,6 @@ class LayerGuard(Contents):
     def before_forward(self) -> None:
         """
         ### Look at the contents, and warn that autocast keeps a copy of each fp32 weight
-
-        Backward needs the copies, so they stay, however early their fp32 parameters are freed.
         """
         self.check()
         layer = self.layer
@@ -63,8 +61,6 @@ class LayerGuard(Contents):
     def before_backward(self, versions: tuple[int, ...]) -> None:
         """
         ### Refuse a backward pass that is itself recorded, because a second one would follow it
-
-        The second pass would walk the graph of the first one, where the layer has no hooks.
         """
         recorded = torch.is_grad_enabled() and not self.layer.is_full_elsewhere
         self.layer.expect(
@@ -77,7 +73,7 @@ class LayerGuard(Contents):
         """
         ### Refuse backward through weights that have changed since forward
 
-        It would compute with the new ones. Plain PyTorch raises an error here too.
+        Plain PyTorch raises an error here too.
         """
         self.layer.expect(
             versions == self.layer.shard_versions(), "cannot go backward",

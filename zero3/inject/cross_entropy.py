@@ -4,9 +4,9 @@ r"""
 `chunked_cross_entropy` computes the head of a language model and its loss for a few positions at a
 time, and the gradients along with them.
 
-The logits are often the largest tensor of a training step. With 512 positions and a vocabulary of
-50,257 tokens they have 26 million elements, 103 MB in fp32. Plain PyTorch has three such tensors at
-the peak: the logits, their log-softmax, and the gradient.
+With 512 positions and a vocabulary of 50,257 tokens the logits have 26 million elements, 103 MB in
+fp32. Plain PyTorch has three such tensors at the peak: the logits, their log-softmax, and the
+gradient.
 
 **Two positions, three tokens.** In forward we already know the gradient of the loss with respect to
 the logits. It is the softmax, minus one at the target:
@@ -16,8 +16,8 @@ the logits. It is the softmax, minus one at the target:
 | position 0 | 0 0 0 | .33 .33 .33 | token 1 | .17 -.33 .17 |
 | position 1 | 0 .69 0 | .25 .5 .25 | token 1 | .13 -.25 .13 |
 
-So a chunk of positions is finished in one go: its logits, its loss, and its part of both gradients.
-With hidden states $h_i$, head $W$, targets $y_i$ and $T$ positions
+So a chunk of positions is finished in one go. With hidden states $h_i$, head $W$, targets $y_i$ and
+$T$ positions
 
 $$L = \frac{1}{T} \sum_{i=1}^{T} \Big( \log \sum_v e^{W_v \cdot h_i} - W_{y_i} \cdot h_i \Big)
 \qquad
@@ -63,7 +63,6 @@ def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: t
     tokens = own.size if own else len(weight)
     counts = targets != ignore_index
     are_tokens = (targets >= 0) & (targets < tokens)
-    # On an accelerator the device checks it, and nobody waits.
     torch._assert_async((~counts | are_tokens).all(),
                         f"cross_entropy: expected targets from 0 to {tokens - 1}, or "
                         f"{ignore_index}. Got others. What to do: look at the labels.")
@@ -86,7 +85,6 @@ class _Chunked(torch.autograd.Function):
                 ignore_index: int, grads: bool, count: torch.Tensor | int,
                 split: Line | None, first: int) -> torch.Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        # The gradients of the inputs, of all chunks so far; `None` for those that need none.
         sums = [None if t is None or not (grads and t.requires_grad)
                 else torch.zeros_like(t, dtype=wide)
                 for t in (hidden, weight, bias)]
@@ -103,7 +101,7 @@ class _Chunked(torch.autograd.Function):
                                            logits.gather(1, target) * is_here)
             loss += ((total - of_target) * counts).sum()
             if wanted:
-                # In place: the softmax, minus one at the target.
+                # In place.
                 grad = logits.sub_(total).exp_()
                 grad.scatter_add_(1, target, -is_here.to(wide))
                 # Divide the sums, and not this: in fp16 most of it would be rounded to zero.
@@ -132,9 +130,7 @@ class _Chunked(torch.autograd.Function):
 def _over_ranks(split: Line | None, total: torch.Tensor, of_target: torch.Tensor
                 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    #### Logarithms of sums and logits of targets, `(rows, 1)` each, over all tokens
-
-    A rank sends $t-1$ times the bytes of both, if the ranks have split the tokens.
+    #### Logarithms of sums and logits of targets, `(rows, 1)` each, over all tokens (all-gather)
     """
     if split is None:
         return total, of_target
@@ -146,8 +142,6 @@ def _add(sums: list[torch.Tensor | None], part: slice, grad: torch.Tensor,
          hidden: torch.Tensor, weight: torch.Tensor) -> None:
     """
     #### Add a chunk's part of the gradients of hidden states, weight and bias
-
-    * `grad` is that of the chunk's logits, `(rows, tokens)`
     """
     of_hidden, of_weight, of_bias = sums
     if of_hidden is not None:

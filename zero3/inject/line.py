@@ -4,16 +4,14 @@ r"""
 A `Line` is the ranks of the mesh dimension "tensor". A `Border` says what they exchange where the
 split layers begin and end.
 
-Take the sum of a row-split layer with two outputs, for one position on two ranks. Each rank has a
-summand, and both need the sum:
+A row-split layer with two outputs gives each rank a summand, and both need the sum:
 
 | | rank 0 | rank 1 |
 |---|---|---|
 | summands | 1 2 | 3 4 |
 | all-reduce | 4 6 | 4 6 |
 
-A ring all-reduce is a reduce-scatter and an all-gather. With $t$ ranks and a tensor of $n$ bytes, a
-rank sends
+With $t$ ranks and a tensor of $n$ bytes, a rank sends
 
 $$\underbrace{\frac{t-1}{t}\,n}_{\text{reduce-scatter}} +
 \underbrace{\frac{t-1}{t}\,n}_{\text{all-gather}} = 2\,\frac{t-1}{t}\,n$$
@@ -60,7 +58,7 @@ class Line:
 
     def __init__(self, group: Group, sequence: bool = False):
         """
-        * `sequence` says that there must be streams of which each rank has some positions
+        * `sequence` says that there must be streams
         """
         self.group = replace(group, same_layers=True)
         self.sequence = sequence
@@ -73,7 +71,6 @@ class Line:
         self.twins = WeakTensorKeyDictionary()
         self.patterns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of split modules
         self.border = Border(self)
-        # The modules of streams have another one.
         self.borders: WeakKeyDictionary[nn.Module, Border] = WeakKeyDictionary()
 
     @property
@@ -90,7 +87,7 @@ class Line:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         r"""
-        ### The sum over the ranks, a new tensor with the same bits on all of them
+        ### The sum over the ranks, with the same bits on all of them
 
         A rank sends $2\frac{t-1}{t}$ times the bytes of `x`. All ranks must call it.
         """
@@ -268,11 +265,10 @@ def _compare_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, *_: o
     """
     #### Refuse a step with other gradients of weights that all ranks have
 
-    * `model` is split, and `optimizer` is about to step. A sharded model compares by itself
+    A sharded model compares by itself.
 
-    All ranks have computed the same gradients (all-gather of their norm, 8 bytes). If they differ
-    now, each rank has clipped by the norm of its own parts, or the ranks had different batches, and
-    the weights would drift apart. Raises `RuntimeError` on all ranks.
+    An all-gather of their norm, 8 bytes. If it differs, each rank has clipped by the norm of its
+    own parts, or the ranks had different batches. Raises `RuntimeError` on all ranks.
     """
     split = [module for module in model.modules() if isinstance(vars(module).get("line"), Line)]
     line = vars(split[0])["line"] if split else None
@@ -303,8 +299,7 @@ class Border:
     """
     ## What is exchanged where the split layers begin and end: $f$ and $g$
 
-    This one is for activations that are whole on each rank. `SequenceBorder` has only some of the
-    positions on each.
+    This one is for activations that are whole on each rank.
     """
 
     line: Line
@@ -344,8 +339,6 @@ class Border:
     def weight(self, param: torch.Tensor) -> torch.Tensor:
         """
         ### A weight that all ranks have, where they compute with it between the split layers
-
-        Here they all compute the same, so each has the whole gradient.
         """
         return param
 

@@ -16,8 +16,7 @@ A pattern names modules and numbers inside a module of its class. For a network 
 An attention computes with numbers that count its heads. Where the module keeps such a number, it is
 `divided` by the number of ranks. Where it derives them from shapes, the number must be `divisible`.
 
-A module that no pattern names stays whole on each rank. So a model with unknown layers is split in
-part, and its numbers are right all the same.
+A module that no pattern names stays whole on each rank.
 
 **Run this**: `python -m pytest tests/inject/test_tensor_parallel.py`.
 

@@ -1,13 +1,12 @@
 r"""
 # Policies: forwards that are faster, or need less memory
 
-Each function here returns a policy for `inject`, for classes of labml and of Hugging Face. Other
-classes with the same forward can be passed to it.
+Each function here returns a policy for `inject`, for classes of labml and of Hugging Face, and
+others with the same forward.
 
-A forward that is written out keeps a tensor for most of its steps. A forward that is one operation
-keeps its inputs, and backward computes the rest again. Per layer and position, with $d$ features,
-$f$ features inside a feed-forward network, $h$ heads and $S$ positions in a sequence, these
-elements are kept:
+A forward that is written out keeps a tensor for most of its steps. One operation keeps its inputs,
+and backward computes the rest again. Per layer and position, with $d$ features, $f$ features inside
+a feed-forward network, $h$ heads and $S$ positions in a sequence, these elements are kept:
 
 | | written out | injected |
 |---|---|---|
@@ -16,9 +15,8 @@ elements are kept:
 | `swiglu`: gate, its activation, values, their product | $4f$ | $3f$ |
 | `rms_norm`: input, and what is multiplied by the weight | $2d$ | $d$ |
 
-With 4 heads and 512 positions, the probabilities have 2,048 elements for each position. With 256
-features, queries, keys, values and output have half of that together. In the head of a language
-model, with $V$ tokens, $T$ positions and chunks of $C$ positions, the logits have
+In the head of a language model, with $V$ tokens, $T$ positions and chunks of $C$ positions, the
+logits have
 
 $$\underbrace{T V}_{\text{at once}} \qquad \underbrace{C V}_{\text{in chunks}}$$
 
@@ -227,8 +225,6 @@ def cross_entropy(*more: type, rows: int = 1024) -> Policy:
     changes. Within 1e-5 of the plain loss in fp32.
 
     * `rows` is the number of positions in a chunk
-
-    Raises `ValueError` if `rows` is no whole number of at least 1.
     """
     expect(whole(rows, 1), "policies.cross_entropy: `rows`", "a whole number of at least 1",
            repr(rows), "pass such a number, or leave it out")

@@ -4,9 +4,8 @@ r"""
 `inject` gives the modules of a model a better forward, chosen by policies, and `restore` takes it
 back.
 
-A library's model often writes out its attention step by step. DeepSpeed's `module_inject` replaces
-such modules by others. But the old ones had parameters, names in checkpoints, hooks, and references
-in other modules. So we leave each module object where it is, and change its class:
+A module that was replaced by another one would lose its parameters, names in checkpoints, hooks,
+and references in other modules. So we leave each module object where it is, and change its class:
 
 | | the plain module | injected | restored |
 |---|---|---|---|
@@ -26,14 +25,13 @@ finds its layers by their classes. Every checkpoint keeps its format.
 |---|---|---|
 | `MultiHeadAttention`, without dropout | replaces it | |
 | a subclass of it with another `get_scores` | refuses it | the new forward would not call that |
-| the same with a dropout of 0.1 | refuses it | it would draw another mask |
 
 With several policies for one class, the later ones go around the earlier ones. For the policies
-$p_1, p_2$ and the class $c$ the new class has the base classes
+$p_1, p_2$ and the class $c$ the new class is
 
 $$\text{class} = p_2\big(p_1(c)\big)$$
 
-and `restore` takes them off again, the last one first.
+and `restore` takes off the last one first.
 
     model = inject(model, [policies.attention(), policies.rms_norm()])
     model = wrap(model, Block)
@@ -197,8 +195,6 @@ def _check(model: nn.Module,
 def report(model: nn.Module, policies: Iterable[Policy]) -> list[Finding]:
     """
     ## What `inject` would replace, and what it would not and why
-
-    Nothing changes.
     """
     sharded = [path for path, module in model.named_modules() if is_sharded(module)]
     expect(not sharded, "inject", "a plain model", f"`{sharded[:1]}` is sharded", "inject before "

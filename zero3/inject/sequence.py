@@ -4,9 +4,8 @@ r"""
 With `tensor_parallel(mesh, sequence=True)` each rank keeps only some of the positions of a sequence
 between the split layers.
 
-After an all-reduce, norms, dropouts and the residual stream compute and keep the same on all ranks.
-But they treat each position by itself, so each rank can do this for some of the positions. Take
-four positions $x_0 \ldots x_3$ on two ranks:
+Norms, dropouts and the residual stream treat each position by itself, so each rank can compute some
+of the positions. Take four positions $x_0 \ldots x_3$ on two ranks:
 
 | | rank 0 | rank 1 |
 |---|---|---|
@@ -14,7 +13,6 @@ four positions $x_0 \ldots x_3$ on two ranks:
 | $f$: all-gather | $x_0\; x_1\; x_2\; x_3$ | $x_0\; x_1\; x_2\; x_3$ |
 | split layers: a summand for each position | $a_0\; a_1\; a_2\; a_3$ | $b_0\; b_1\; b_2\; b_3$ |
 | $g$: reduce-scatter | $a_0 + b_0$, $a_1 + b_1$ | $a_2 + b_2$, $a_3 + b_3$ |
-| added to the residual stream | two positions | two positions |
 
 **Conjugate communication.** In backward each of the two becomes the other one:
 
@@ -34,9 +32,8 @@ $$\underbrace{8 L\,\frac{t-1}{t}\,T d b}_{\text{as before}} +
 bytes, and keeps $t$ times fewer activations of the stream. Section 4.2.2 of [Korthikanti et
 al.](https://arxiv.org/abs/2205.05198) has $f$ and $g$ there too.
 
-**Weights of norms.** A rank computes the gradient of a norm's weight from its own positions, so the
-whole gradient is the sum over the ranks. The same holds for biases that are added after $g$. Both
-are all-reduced in backward, $2\frac{t-1}{t}$ times their bytes.
+**Weights of norms** get a gradient from each rank's own positions. So do biases that are added
+after $g$. Both are all-reduced in backward, $2\frac{t-1}{t}$ times their bytes.
 
 **Dropout.** Each rank draws the mask of all positions, as the plain model does, and takes its part.
 
@@ -76,7 +73,7 @@ class Stream:
     ## The part of a model in which each rank has some of the positions
 
     It begins with the first of the `blocks` and ends with the module `last`, or with the last
-    block. The names are relative to the module that the pattern is for.
+    block.
     """
 
     blocks: str
@@ -206,8 +203,6 @@ class SequenceBorder(Border):
     def end(self, x: torch.Tensor) -> torch.Tensor:
         """
         ### All-gather in forward, the own positions in backward
-
-        Everything after it is the same on all ranks, so each has the whole gradient.
         """
         return Swap.apply(x, self.gathered, self.own)
 
@@ -300,8 +295,7 @@ class SummedWeights(InStream):
     names: tuple[str, ...]  # of its weights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # A plain module has its weights among its parameters, and a sharded one among its
-        # attributes. Attributes are found first.
+        # A sharded module has its weights among its attributes, which are found first.
         attributes = vars(self)
         before = {name: attributes[name] for name in self.names if name in attributes}
         try:

@@ -4,8 +4,7 @@ r"""
 `tensor_parallel` splits the linear layers of a model over the ranks of a mesh dimension: each rank
 multiplies with its own part of the weights, and they add up the results.
 
-With sharding, every rank computes the whole layer for rows of its own. With tensor parallelism the
-ranks compute the same rows, each a part of the layer. Take a feed-forward network
+The ranks compute the same rows of the batch, each a part of the layer. Take a feed-forward network
 $y = W_2 \, \phi(W_1 x)$ with four hidden features, on two ranks:
 
 | | rank 0 | rank 1 |
@@ -28,22 +27,21 @@ through its own part; the whole gradient is the sum. So there are two operations
 | $f$, where the split begins | identity | all-reduce |
 | $g$, where it ends | all-reduce | identity |
 
-After both of them all ranks have the same bits. So weights that are not split get the same
-gradients everywhere, and stay equal without communication.
+After both of them all ranks have the same bits, so weights that are not split stay equal without
+communication.
 
 **Vocabulary.** Embedding and head are split by tokens. A rank looks up the tokens that it has, and
-zeros for the others, and $g$ adds them up. The head's logits are gathered for whoever needs them.
-The loss does not: `chunked_cross_entropy` exchanges the sum of $e^{\text{logit}}$ and the logit of
-the target, two numbers for each position.
+zeros for the others, and $g$ adds them up. The head's logits are gathered, except for the loss:
+`chunked_cross_entropy` exchanges the sum of $e^{\text{logit}}$ and the logit of the target, two
+numbers for each position.
 
-A layer with attention and a feed-forward network has each operation twice. For $T$ positions of $d$
-features with $b$ bytes, on $t$ ranks, a rank sends in a layer's forward and backward
+A layer with attention and a feed-forward network has both twice. For $T$ positions of $d$ features
+with $b$ bytes, on $t$ ranks, a rank sends in a layer's forward and backward
 
 $$\underbrace{2}_{f} \cdot 2\,\frac{t-1}{t}\,T d b \;+\;
 \underbrace{2}_{g} \cdot 2\,\frac{t-1}{t}\,T d b \;=\; 8\,\frac{t-1}{t}\,T d b$$
 
-bytes. That grows with the batch, and the communication of ZeRO-3 with the model. So tensor
-parallelism is for fast links.
+bytes. That grows with the batch, so tensor parallelism is for fast links.
 
 **With ZeRO-3**: on a mesh ("tensor", "shard") each rank shards its own part of each weight over the
 ranks of "shard", which have the same part and other rows of the batch.
@@ -187,7 +185,7 @@ class Split(Replacement):
         self.line.compare_once(tensors)
         if not self.pattern.columns:
             return super().forward(*args, **kwargs)
-        # One tensor may be query, key and value, and is one summand of the gradient then.
+        # One tensor may be query, key and value.
         states = {id(t): t for t in self.border.states(args, kwargs)}
         entered = {name: self.border.enter(t) for name, t in states.items()}
         args, kwargs = exchanged(args, kwargs, entered)
@@ -258,8 +256,6 @@ class Weights(Replacement):
 class Column(Weights):
     """
     ## A linear layer of which this rank computes some of the outputs
-
-    The forward is the module's own: $x W_r^T + b_r$ with the rows $W_r$ of the weight.
     """
 
 

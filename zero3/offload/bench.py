@@ -4,8 +4,7 @@ r"""
 `measure` writes a file and reads it again, past the page cache or through it, and
 `python -m zero3.offload bench` compares the ways.
 
-One request at a time keeps a fast disk waiting for the next one. So the bandwidth depends on how
-many requests are in flight and how large they are:
+The bandwidth depends on how many requests are in flight and how large they are:
 
 $$\text{bandwidth} = \min\Big(\text{bw}_\text{disk},\;
 \frac{\text{queue depth} \cdot \text{block}}{\text{latency of a request}}\Big)$$
@@ -128,8 +127,7 @@ def show(folder: Path, nbytes: int, rounds: int) -> None:
     `OSError` as `measure` does.
     """
     found: dict[tuple[bool, int, int], list[Speed]] = {}
-    # The ways take turns within a round, because a shared disk is faster at one time than at
-    # another.
+    # In turns, because a shared disk is faster at one time than at another.
     for turn, way in product(range(rounds), WAYS):
         speed = measure(folder, nbytes, *way)
         found.setdefault(way, []).append(speed)

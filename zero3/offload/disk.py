@@ -3,10 +3,9 @@ r"""
 
 `File` reads and writes blocks of a file in two ways: past the page cache, or through it.
 
-A file system keeps whatever it reads and writes in its page cache. If a model does not fit in
-memory, each byte there pushes out another one that is needed sooner. So blocks go past it
-(`O_DIRECT`), straight between the disk and our buffers. Their addresses, offsets and lengths then
-have to be multiples of the disk's block:
+If a model does not fit in memory, each byte in the page cache pushes out one that is needed sooner.
+Past it (`O_DIRECT`), blocks go straight between the disk and our buffers. Their addresses, offsets
+and lengths then have to be multiples of the disk's block:
 
 $$\text{bytes on disk} = \left\lceil \frac{\text{bytes}}{4096} \right\rceil \cdot 4096$$
 
@@ -38,8 +37,6 @@ SPARE_FILES = 32
 class File:
     """
     ## A file, usually without a name
-
-    The system removes such a file with the last process that has it open.
     """
 
     def __init__(self, folder: Path, nbytes: int, direct: bool, name: str = ""):
@@ -80,7 +77,6 @@ class File:
         """
         left_bytes = os.fstat(self.fd).st_size
         if left_bytes < self.nbytes:
-            # A write behind its end would leave zeros in between.
             raise OSError(errno.EIO, f"the file has been cut to {left_bytes} bytes")
         call: Callable[..., int] = os.pwritev if write else os.preadv
         rest = memory.numpy()

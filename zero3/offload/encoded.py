@@ -3,9 +3,8 @@ r"""
 
 `Encoded` keeps a frozen shard in 8 or 4 bits, and decodes it whenever its layer is gathered.
 
-A frozen weight does not need the digits that the small steps of an optimizer need. An encoding
-makes its shard smaller, by half from bf16 to 8 bits, and to less than a seventh from fp32 to 4
-bits. `Zero3Layer(module, offload=Offload(frozen=Int4()))` asks for it.
+In 8 bits a shard takes half of its bytes in bf16, and in 4 bits less than a seventh of those in
+fp32. `Zero3Layer(module, offload=Offload(frozen=Int4()))` asks for it.
 
 **A layer of four frozen weights on one rank**, with the numbers of `encodings.py`:
 
@@ -17,8 +16,8 @@ bits. `Zero3Layer(module, offload=Offload(frozen=Int4()))` asks for it.
 | *reshard* | 4 bytes | | |
 
 In fp32 the weights take 16 bytes; here two bytes have four codes, and two the scale. The weights
-were 0.6, −1.3, 3.5 and 0 before. From wrapping on, 0.5 and −1.5 *are* the weights. They encode to
-the same bytes again, so nothing is lost a second time.
+were 0.6, −1.3, 3.5 and 0 before. From wrapping on, 0.5 and −1.5 *are* the weights, and encode to
+the same bytes again.
 
 An encoding needs `nbytes` for a row of elements. If a layer has $F_\ell$ frozen parameters, a rank
 keeps
@@ -55,13 +54,6 @@ _SETS_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 class Encoded:
     """
     ## A frozen shard that rests encoded
-
-    | | on the device | when |
-    |---|---|---|
-    | rest | the code, if the tier is "device" | |
-    | `read_async` | the code | the layer before is gathered |
-    | `load` | the code, and the shard | the layer is gathered |
-    | `release` | the code, if the tier is "device" | the fetch stream has copied the shard |
     """
 
     def __init__(self, encoding: Encoding, tier: str, owner: Guarded, values: torch.Tensor):
@@ -95,8 +87,6 @@ class Encoded:
     def _refuse_infinite(self, owner: Guarded) -> None:
         """
         #### Refuse weights that an encoding cannot keep
-
-        An infinity, in a mask for instance, would make NaNs of the weights beside it.
         """
         problem = "" if bool(self.load().isfinite().all()) else "an infinity or a NaN"
         self.release()
@@ -197,8 +187,6 @@ class Encoded:
 class FrozenShard(FreedParameter):
     """
     ## The parameter of a shard that rests encoded
-
-    It has no elements, and cannot be made trainable.
     """
 
     @classmethod

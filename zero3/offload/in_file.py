@@ -1,11 +1,10 @@
 r"""
 # Tensors in a file
 
-`InFile` keeps tensors in a file, and brings them back into a buffer while something else computes.
-`Buffers` has the few buffers that all files of a rank share.
+`InFile` keeps tensors in a file, and reads them into a buffer while something else computes.
+`Buffers` are those that all files of a rank share.
 
-Reading takes time, so a shard is asked for early and waited for late. Three layers whose shards
-rest in files, with two buffers:
+Three layers whose shards rest in files, with two buffers:
 
 | moment | buffer 1 | buffer 2 |
 |---|---|---|
@@ -13,7 +12,7 @@ rest in files, with two buffers:
 | layer 1 is gathered | reads shard 2 | holds shard 1 |
 | layer 2 is gathered | holds shard 2 | reads shard 1, for backward |
 
-The buffers are made while the model is built. Files cost no other memory:
+Files cost no other memory than the buffers:
 
 $$\text{buffers} = \text{number} \cdot \text{the largest file, in whole blocks of the disk}$$
 
@@ -76,7 +75,7 @@ class Buffers:
         """
         ### Make a file, or say on all ranks why not
 
-        It takes all its space now, before training starts. Raises `RuntimeError` on all ranks.
+        Raises `RuntimeError` on all ranks.
         """
         made = None
         problem = ""
@@ -106,7 +105,6 @@ class Buffers:
         ### A buffer for somebody: `(buffer_bytes,)` uint8, aligned
 
         If none is free, take back the one that was used longest ago and that nobody is looking at.
-        That waits for its write.
         """
         if self.buffer_bytes < borrower.nbytes or len(self.memory) < self.number:
             self._grow(borrower)
@@ -137,8 +135,7 @@ class InFile:
     """
     ## Tensors that rest in a file
 
-    They stand one after the other, each from the beginning of a block, both in the file and in the
-    buffer. A tensor that is still in the buffer is not read again.
+    Each begins with a block of its own. A tensor that is still in the buffer is not read again.
 
     | | buffer | when |
     |---|---|---|
@@ -183,7 +180,6 @@ class InFile:
         missing = [name for name in names or self.where if name not in self.present]
         if missing:
             for user in self.users:
-                # Bytes that another one is writing are not in the file yet.
                 user._end("write")
             self._start("read", missing)
 
@@ -238,8 +234,6 @@ class InFile:
     def share(self, other: "InFile") -> None:
         """
         ### Rest in the file of another one from now on, at its beginning
-
-        The next all-gather reads the master that the step wrote.
         """
         self.release()
         self.file = other.file
@@ -309,7 +303,7 @@ class InFile:
         #### The tensors, as views of the buffer
         """
         self._end("read")
-        # The caller may change them, and the threads must not write a mixture of old and new.
+        # The threads must not write a mixture of old and new.
         self._end("write")
         self.held = True
         assert self.buffer is not None

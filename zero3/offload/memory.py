@@ -4,7 +4,7 @@ r"""
 `pinned` takes CPU memory that an accelerator can copy from by itself.
 
 An accelerator copies from ordinary CPU memory only while the host waits, because the system may
-move such memory. *Pinned* memory stays where it is, so the copy overlaps computation.
+move it. *Pinned* memory stays where it is.
 
 $$\text{copy} \parallel \text{compute} \quad \text{only from pinned memory}$$
 
@@ -37,8 +37,6 @@ def copy_to(at: torch.device,
 class _Pages(mmap.mmap):
     """
     ## Memory pages that an accelerator may read and write by itself
-
-    They are unregistered before the system gets them back.
     """
 
     registered: Any = None  # the device's module, and the address

@@ -16,9 +16,8 @@ becomes a file of 160 bytes:
 
 The header is JSON, with spaces at its end until its length is a multiple of 8.
 
-The safetensors library writes a dict of tensors, all of them in memory. `Writer` takes one tensor
-at a time, as offloaded states are read. Threads write some pieces while the next one is filled.
-With four pieces of 8 MiB:
+`Writer` takes one tensor at a time. Threads write some pieces while the next one is filled. With
+four pieces of 8 MiB:
 
 $$\text{memory} \le 4 \cdot 8 \text{ MiB} = 32 \text{ MiB}$$
 
@@ -90,7 +89,6 @@ def write_tensors(path: Path,
         for name in names:
             for values in read(name):
                 writer.write(values.to(like[name][0]))
-                # Free them before the next ones are read.
                 del values
         return writer.finish()
 
@@ -200,7 +198,7 @@ class Writer:
         """
         #### Write a piece and return its checksums
 
-        Runs in a thread. `finish` cuts the last block to the file's length.
+        Runs in a thread.
         """
         self.file.move(True, buffer[: whole_blocks(nbytes)], offset)
         return checksums(buffer[:nbytes])
@@ -253,8 +251,6 @@ def checksums(data: torch.Tensor) -> str:
 def fsync_folder(folder: Path) -> None:
     """
     ## Force a folder's list of files to the disk
-
-    `fsync` of a file forces out its content only.
     """
     fd = os.open(folder, os.O_RDONLY)
     try:
@@ -280,8 +276,7 @@ class Broken(Exception):
     r"""
     ## A checkpoint is damaged, or something does not fit into one
 
-    The message may quote a name from a file, and `\x1b[2J` in it would clear a terminal. So
-    characters that do not print are escaped.
+    Characters that do not print are escaped, because the message may quote a name from a file.
     """
 
     def __str__(self) -> str:

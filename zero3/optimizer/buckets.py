@@ -3,8 +3,8 @@ r"""
 
 `Bucket` lets the gradients of small layers wait for each other and reduces them together.
 
-A collective takes a fixed time plus the time of its bytes. With many small layers the fixed times
-add up. So small layers fill a *bucket* first, and one reduce-scatter takes them all.
+A collective takes a fixed time beside the time of its bytes. So small layers fill a *bucket* first,
+and one reduce-scatter takes them all.
 
 **Two layers on two ranks.** Layer 1 is that of the example in `minimal.py`: its flat gradient on
 rank 0 is 1 2 3 0, divided by two already. Layer 0 has the gradient 5 6. They are packed side by
@@ -79,7 +79,6 @@ class Bucket(Reducer):
             return True
 
         gradients = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
-        # A single rank sends nothing, so nothing has to wait.
         if self._fills(gradients) or self.comm.divisor == 1:
             # Send them at once, without a copy, ahead of the layers that wait.
             self._send(gradients)
@@ -93,8 +92,6 @@ class Bucket(Reducer):
     def finish(self, layer: Reducible) -> None:
         """
         ### End the reduce of a layer's bucket, if there is one
-
-        Every layer of the bucket receives its sums through `add_reduced`, as views of one tensor.
         """
         if self._is_waiting(layer):
             self._send_waiting()
@@ -108,8 +105,7 @@ class Bucket(Reducer):
         """
         ### Forget a layer's gradients while they wait; end their reduce if it has begun
 
-        A layer calls it after an exception in backward. The other ranks take part in a
-        reduce that has begun, so it has to end.
+        The other ranks take part in a reduce that has begun, so it has to end.
         """
         self.waiting = [g for g in self.waiting if g.layer is not layer]
         self.finish(layer)
@@ -152,8 +148,6 @@ class Bucket(Reducer):
     def _pack(self, group: "list[_Gradient]") -> tuple[torch.Tensor, torch.Tensor]:
         """
         #### Put gradients side by side, row by row: a gradient and a receive buffer
-
-        In the example above the packed gradient has the rows 1 2 5 and 3 0 6.
         """
         # The memory of the first one's buffer becomes the receive buffer of all.
         buffer = group[0].buffer
@@ -186,13 +180,10 @@ class Bucket(Reducer):
 
 class PlannedBucket(Bucket):
     """
-    ## A bucket that is sent when somebody else says so
-
-    The graphs of a compiled model say so.
+    ## A bucket that is sent when the graphs of a compiled model say so
     """
 
     def __init__(self, comm: Communicator):
-        # No number of bytes fills it.
         super().__init__(comm, 1 << 62)
 
     def send(self) -> None:
@@ -217,8 +208,6 @@ class _Gradient(NamedTuple):
 class _Share(NamedTuple):
     """
     ## A rank's share of a gradient in flight
-
-    It holds no tensor, so it does not keep the gradient's memory.
     """
 
     layer: Reducible

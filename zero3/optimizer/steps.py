@@ -1,13 +1,13 @@
 """
 # Steps: who hears of the steps of all optimizers
 
-A whole model counts the steps of its optimizers. PyTorch has a hook for that, which runs for each
-optimizer of the process, and has to go with the model. But Python may collect a model in the middle
-of a step, while PyTorch is going through the hooks. One hook fewer is an error there:
+A whole model counts the steps of its optimizers with a hook of PyTorch's for all optimizers. If the
+hook went with the model, Python could collect both in the middle of a step, while PyTorch is going
+through the hooks:
 
 > RuntimeError: OrderedDict mutated during iteration
 
-So there is one hook, for good. It calls those who follow, and forgets whoever is gone.
+So there is one hook, for good, which calls those who follow.
 """
 
 from collections.abc import Callable

@@ -14,10 +14,9 @@ parameter is cut anywhere, here between the rows of a $2 \times 2$ matrix:
 | Muon of each shard | .65 .22 | .22 .65 | a row alone keeps its direction |
 | **Muon of the matrix** | **.90 -.21** | **-.21 .90** | off the diagonal the sign changes |
 
-So each such parameter gets one *owner* among the ranks that share it. The owner receives the pieces
-of values and gradient, steps the whole tensor with torch's own class, and sends the new values
-back. All other parameters are stepped in their shards. If one class steps the whole model,
-`Zero3Optimizer` tries it on small matrices first.
+So each such parameter gets one *owner* among the ranks that share it. The owner receives the
+pieces, steps the whole tensor with torch's own class, and sends the new values back. All other
+parameters are stepped in their shards.
 
 ```python
 rule = Matrices(plain, lr=0.02, weight_decay=0.1)  # from the model before it is sharded
@@ -34,8 +33,7 @@ optimizer.step()
 $$\min(m,n)^2 \max(m,n)$$
 
 The most expensive matrix comes first, and each goes to the rank with the least to do. On 64 ranks
-the slowest owner computes 1.11 times the mean for Llama 8B, and 1.78 times for GPT-2, which has
-only 48 matrices.
+the slowest owner computes 1.11 times the mean for Llama 8B.
 
 **What rests where.** Gradients and masters stay in the shards, so tiers, checkpoints and edits of
 weights work as before. Moments live whole on the owner. With masters of 4 bytes and gradients of
@@ -44,13 +42,10 @@ $b_g$ bytes, an element of another rank than the owner costs
 $$\underbrace{(4 + b_g)}_{\text{to the owner}} + \underbrace{4}_{\text{back}} \quad \text{bytes}$$
 
 A rank has $\frac{1}{N}$ of a matrix, so with 8 ranks and bf16 it sends 1.09 bytes per element in a
-step, beside 5.25 for gathers and the reduce. With masters on the owners it would be 0.44, but fp32
-weights would be there twice. A reduce straight to the owner would save 0.22, but norms, clipping
-and tiers would have to look for gradients in two places. To gather each gradient on all ranks takes
-1.75, and each rank would keep all moments.
+step, beside 5.25 for gathers and the reduce.
 
-**Rounds.** In a round each owner computes about as much as the most expensive matrix costs. The
-pieces of the next round and the values of the previous one travel meanwhile.
+**Rounds.** In a round each owner computes about as much as the most expensive matrix costs, while
+the pieces of the next round travel.
 
 **Run this**: `make train ARGS="--optimizer muon"`.
 
@@ -97,7 +92,7 @@ class Owners:
     """
     ## The owners of whole parameters, and their step
 
-    Each `Zero3Optimizer` has one. It is empty unless a param group has the option `optimizer`.
+    It is empty unless a param group has the option `optimizer`.
     """
 
     def __init__(self, stepper: Stepper,
@@ -142,8 +137,6 @@ class Owners:
     def _check_groups(self, groups: dict[int, Options]) -> None:
         """
         #### Let each class look at its parameters, on all ranks
-
-        The owner alone would raise the error later, and the others would wait for it.
         """
         known = {index for theirs in self.comm.stages.gather(
             [whole.group_index for whole in self.wholes]) for index in theirs}
@@ -193,7 +186,7 @@ class Owners:
         * `used` says which parameters have one; in shards that are not in there, all have
         * `factor` unscales and clips the gradients
 
-        All ranks call it. The new values are in the masters afterwards, and not yet in the shards.
+        All ranks call it. The new values are in the masters afterwards.
         """
         stepped = [whole for whole in self.wholes if whole.states.has_grad
                    and (whole.states not in used or used[whole.states][whole.position])]
@@ -303,8 +296,6 @@ class Owners:
     def _land(self) -> None:
         """
         #### Put values that have come back into the masters
-
-        `Zero3Optimizer` rounds masters in memory into their shards later.
         """
         while self.going:
             trip = self.going.pop()
@@ -365,7 +356,7 @@ class Owners:
                 with transfer.starting(tensor) as works:
                     works.append(op(tensor, rank, group=sharing.process_group, tag=tag))
         elif ops:
-            # NCCL starts all messages of a round together, or two ranks could wait for each other.
+            # Together, or two ranks could wait for each other.
             with transfer.starting(*(tensor for *_, tensor in ops)) as works:
                 works += dist.batch_isend_irecv([
                     dist.P2POp(op, tensor, rank, sharing.process_group, tag)
@@ -568,8 +559,6 @@ class Stepper(Sender, Protocol):
 def cost(shape: Sequence[int]) -> int:
     r"""
     ## What a step of a parameter costs: $\min(m,n)^2 \max(m,n)$
-
-    All dimensions but the first make up the columns.
     """
     rows = shape[0] if len(shape) else 1
     columns = torch.Size(shape).numel() // max(1, rows)
@@ -579,8 +568,6 @@ def cost(shape: Sequence[int]) -> int:
 def assign(costs: Sequence[int], ranks: int) -> list[int]:
     """
     ## The owner of each parameter
-
-    All ranks know the same shapes, so they come to the same result.
     """
     owners = [0] * len(costs)
     loads = [0] * ranks
@@ -619,9 +606,8 @@ def looks_at(make: Maker, kwargs: Options, device: torch.device) -> str:
     """
     ## What an optimizer class looks at in its step: each "element", each "parameter", or a problem
 
-    Found out by trying. If it steps each element by itself, it does to the rows of a matrix what it
-    does to the matrix. If it steps each parameter by itself, two matrices get the same from one
-    optimizer as from two.
+    Found out by trying: a class that steps each element does to the rows of a matrix what it does
+    to the matrix.
 
     Raises what the class raises about its options.
     """
@@ -675,8 +661,6 @@ def elementwise(options: list[Options]) -> list[Options]:
 def elementwise_first(options: list[Options], shard_states: Iterable[ShardStates]) -> None:
     """
     ## Put the param groups that are stepped whole behind all others, and mark their parameters
-
-    So the wrapped optimizer has the first groups, under the same numbers.
     """
     order = sorted(range(len(options)), key=lambda i: "optimizer" in options[i])
     options[:] = [options[i] for i in order]

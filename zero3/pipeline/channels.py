@@ -4,8 +4,7 @@ r"""
 `Channels` sends tensors to the rank of the next or the previous stage, and receives theirs.
 
 A stage hands on what its last layer returns: tensors, also in tuples, lists and dicts. The next
-rank has to know their shapes before they arrive. They are described in the first micro-batch, and
-again when they change. Each message consists of up to three parts:
+rank has to know their shapes before they arrive. Each message consists of up to three parts:
 
 | part | size | by | when |
 |---|---|---|---|
@@ -14,20 +13,19 @@ again when they change. Each message consists of up to three parts:
 | tensors | their bytes | the default backend | if they have elements |
 
 Take two stages, four micro-batches, and activations of 8 × 16 fp32 elements, 512 bytes. Rank 0
-sends four announcements, one description, and 2,048 bytes of tensors. The next batch needs no
-description, unless its rows are longer.
+sends four announcements, one description, and 2,048 bytes of tensors.
 
 $$\text{sent by a rank} = \text{micro-batches} \cdot (\text{bytes of activations} +
 \text{bytes of gradients})$$
 
 The announcement says what the receiver should be about to do. If it is about to do something else,
-it raises an error, because both would wait forever. It also hands on a fault that the sender
-announces. So an error in one stage ends all of them, with its text.
+it raises an error, because both would wait forever. It also hands on a fault of the sender, so an
+error in one stage ends all of them, with its text.
 
 **Why several process groups.** NCCL runs the transfers between two ranks in the order in which they
-were queued. While rank 0 queues an activation to rank 1, rank 1 may queue a gradient to rank 0, and
-each would wait for the other to receive. So with NCCL each way has a group of its own. The
-announcements have one of gloo, because the host reads them without waiting for a device.
+were queued. If rank 0 queued an activation and rank 1 a gradient, each would wait for the other to
+receive. So with NCCL each way has a group of its own. The announcements have one of gloo, because
+the host reads them without waiting for a device.
 
 **On demand.** gloo sends a message once the receiver has asked for it, at `receive`. So on the CPU
 a transfer overlaps nothing on the receiving rank. The sending rank goes on at once.
@@ -56,7 +54,7 @@ from zero3.guards.options import expect, same
 from zero3.in_flight import in_flight
 from zero3.pipeline.schedules import KINDS, Action
 
-# Whatever goes from stage to stage: tensors, in tuples, lists and dicts of any depth.
+# Tensors, in tuples, lists and dicts of any depth.
 Tree = Any
 # Numbers of 8 bytes in an announcement: kind, stage, micro-batch, length of a description.
 _ROW = 4
@@ -175,10 +173,9 @@ class Channels:
 
     def send(self, action: Action, to: int, value: Tree) -> Sent:
         """
-        ### Start to send tensors, and return at once
+        ### Start to send tensors
 
         * `action` is what the receiver is about to do, and `to` its place in the pipeline
-        * `value` has tensors in tuples, lists and dicts
 
         Raises `TypeError` if the value has anything else that cannot be described.
         """

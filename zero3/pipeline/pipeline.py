@@ -13,7 +13,7 @@ Four ranks on a mesh of two pipelines and two shards, ("pipeline", "shard"):
 | sends activations to | rank 2 | rank 3 | | |
 | gathers and reduces with | rank 1 | rank 0 | rank 3 | rank 2 |
 
-A stage is sharded over the ranks that have it, so a rank keeps $\frac{1}{pN}$ of the model.
+So a rank keeps $\frac{1}{pN}$ of the model.
 
 **A step.** With micro-batches $0, \ldots, m - 1$ of equal size and their losses $L_i$, the gradient
 is that of
@@ -21,7 +21,7 @@ is that of
 $$L = \frac{1}{m} \sum_{i=0}^{m-1} L_i$$
 
 averaged over the ranks of a stage. So the weights are those of plain training on the global batch.
-Each backward pass adds to the full gradients of its stage, which are reduced once at the end.
+The full gradients of a stage are reduced once, at the end.
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
     model = Pipeline(layers, mesh, loss_fn=loss, micro_batches=4)
@@ -81,7 +81,6 @@ from zero3.pipeline.stages import (
 from zero3.sharded import Sharded, ShardedModel
 
 _MESHES = (("pipeline", "shard"), ("pipeline", "replicate", "shard"))
-# What may be in the tuples, lists and dicts of a batch.
 _LEAVES = (torch.Tensor, int, float, str, type(None))
 
 
@@ -193,7 +192,7 @@ class Pipeline(ShardedModel):
         tied.label = "the tied weights"
         self.tied = (tied,)
         if keeps:
-            # By this name its parameters have their names in the plain model.
+            # For its parameters' names in the plain model.
             self.module = tied
             self.sharded_layers += self.tied
 
@@ -220,8 +219,7 @@ class Pipeline(ShardedModel):
         """
         #### Free the parameters of layers that other ranks keep
 
-        If a layer of this rank uses one without registering it, it would train a copy that nobody
-        steps. So each use becomes an error.
+        So it is an error if a layer of this rank uses one without registering it.
         """
         own = plan.own(self.place).values()
         cure = ("register the parameter in each layer that uses it, `head.weight = "
@@ -248,9 +246,8 @@ class Pipeline(ShardedModel):
         """
         ### The full parameters of the whole model, named as in `nn.Sequential(*layers)`
 
-        Each rank holds the whole model. A tied weight is one tensor under all its names. All ranks
-        must enter and leave together. With `writeback=True` the values that the first rank wrote
-        are sharded at the end.
+        A tied weight is one tensor under all its names. All ranks must enter and leave together.
+        With `writeback=True` the values that the first rank wrote are sharded at the end.
         """
         with super().full_params(writeback) as own:
             found: dict[str, nn.Parameter] = {}
@@ -382,7 +379,7 @@ class Pipeline(ShardedModel):
         """
         #### Refuse a module that writes to its buffers, in stages of several ranks
 
-        Each rank has a copy of them, as of the running mean of a norm. The copies would differ.
+        The ranks' copies would differ.
         """
         after = self._sums_of_shared()
         written = sorted(name for name in before if before[name] != after[name])
@@ -443,8 +440,6 @@ class Pipeline(ShardedModel):
     def _together(self) -> Iterator[None]:
         """
         #### Tell the ranks that wait for this one about an error
-
-        The neighbours in the pipeline get its text; the ranks that share a stage get a fault.
         """
         try:
             yield
@@ -731,7 +726,7 @@ def _copied(value: Tree) -> Tree:
     """
     #### A copy of a micro-batch, which a layer or `loss_fn` may write to
 
-    Micro-batches are views of one tensor, so a write to one would count as a write to all.
+    Micro-batches are views of one tensor.
     """
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
 

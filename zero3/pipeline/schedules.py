@@ -5,8 +5,8 @@ r"""
 
 A *pipeline* cuts a model into *stages*, and gives each rank some of them. The batch is cut into
 *micro-batches*. While rank 1 computes the second stage of the first micro-batch, rank 0 computes
-the first stage of the second one. Only activations and their gradients travel between stages. But
-ranks wait when the pipeline fills and drains. This is the *bubble*.
+the first stage of the second one. Only activations and their gradients travel between stages. While
+the pipeline fills and drains, ranks wait: this is the *bubble*.
 
 **Two stages on two ranks, three micro-batches**, by the schedule 1F1B. `F0` is the forward pass of
 micro-batch 0, `B0` its backward pass:
@@ -21,8 +21,7 @@ $2 (m + p - 1)$ slots, if forward and backward take one each, and the bubble is
 
 $$\frac{p - 1}{m + p - 1}$$
 
-of it: here $\frac{1}{4}$. A rank keeps the activations of a micro-batch from its forward to its
-backward pass.
+of it: here $\frac{1}{4}$. A rank keeps the activations of a micro-batch until its backward pass.
 
 | schedule | order | activations that rank $r$ keeps, of a micro-batch in a stage |
 |---|---|---|
@@ -84,11 +83,11 @@ class Action(NamedTuple):
     | unshard, reshard | gather the layers of a stage; free them |
     | reduce | reduce the gradients of a stage, once in a step |
     | send tied | this rank's shard of the tied weights, to the last stage that uses them |
-    | receive tied | that shard, from the first stage that uses them |
+    | receive tied | that shard |
     | send tied gradient | reduce the gradient of those weights, and send this rank's shard of it |
     | receive tied gradient | add it to the own gradient of the weights, and reduce that |
 
-    From `unshard` on, `micro_batch` is −1, because these concern the whole stage.
+    From `unshard` on, `micro_batch` is −1.
     """
 
     kind: str
@@ -174,8 +173,6 @@ Passes = Iterator[tuple[str, int, int]]
 def gpipe(rank: int, ranks: int, micro_batches: int, per_rank: int) -> Passes:
     """
     ## All forwards, then all backwards, stage after stage
-
-    With several stages on a rank this is breadth-first.
     """
     for chunk in range(per_rank):
         for i in range(micro_batches):
@@ -189,8 +186,7 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, per_rank
     """
     ## A few forwards, then a forward and a backward by turns, then the last backwards
 
-    The last rank computes a backward right after its first forward, the rank before it one forward
-    later. With several stages, micro-batches go through them in groups of `ranks`.
+    With several stages on a rank, micro-batches go through them in groups of `ranks`.
     """
     def of(k: int, kind: str) -> tuple[str, int, int]:
         group, place = divmod(k, ranks * per_rank)
@@ -294,8 +290,6 @@ def _with_tied(found: Iterator[Action],
                backward: bool) -> Iterator[Action]:
     """
     #### Lend the shard of tied weights to the other stage that uses them, and take its gradient
-
-    The first of the two stages keeps the weights. It adds up both gradients and reduces the sum.
     """
     first, last = tied or (0, 0)
     apart = first % ranks != last % ranks

@@ -3,14 +3,9 @@ r"""
 
 A `Stage` is a chain of layers that can be held whole, over several micro-batches.
 
-A chain frees a layer right after it has computed. In a pipeline the next micro-batch needs it a
-moment later. So `unshard` *holds* the layers of a stage: they are gathered, and every attempt to
-free them is ignored until `reshard`.
-
-| | layers are whole |
-|---|---|
-| not held | while they compute, and while the layer before them does |
-| held | from `unshard` to `reshard` |
+A chain frees a layer right after it has computed, but the next micro-batch needs it a moment later.
+So `unshard` *holds* the layers of a stage: they are gathered, and every attempt to free them is
+ignored until `reshard`.
 
 **Where to cut.** `balanced` cuts a list of layers so that the largest stage is as small as it can
 be. Five layers with 4, 1, 1, 1 and 5 parameters, for two stages:
@@ -23,14 +18,13 @@ be. Five layers with 4, 1, 1, 1 and 5 parameters, for two stages:
 
 $$\text{best}(i, k) = \min_{j > i} \max\Big(\sum_{\ell=i}^{j-1} P_\ell,\; \text{best}(j, k-1)\Big)$$
 
-Here $\text{best}(i, k)$ is the largest stage if the layers from $i$ on are cut into $k$ stages, and
-$\text{best}(i, 1)$ is the sum of their parameters.
+Here $\text{best}(i, k)$ is the largest stage if the layers from $i$ on are cut into $k$.
 
-**Tied weights.** A language model often uses one matrix twice: as the embedding in the first stage,
-and as the head in the last one. Its shards and optimizer states rest with the first stage. The last
-stage *borrows* it: at the beginning of a step each rank there receives the shard of its partner,
-and at the end it sends its gradient back. With $N$ ranks in each stage, a tied weight of $P$
-elements costs $\lceil P/N \rceil$ elements each way, once in a step.
+**Tied weights.** A language model may use one matrix as the embedding in the first stage, and as
+the head in the last one. Its shards and optimizer states rest with the first stage. The last stage
+*borrows* it: at the beginning of a step each rank there receives the shard of its partner, and at
+the end it sends its gradient back. With $N$ ranks in each stage, a tied weight of $P$ elements
+costs $\lceil P/N \rceil$ elements each way, once in a step.
 
 **Run this**: `python -m pytest tests/pipeline/test_pipeline.py -k "tied or cut"`.
 
@@ -58,7 +52,7 @@ class InTurn(Chain):
     """
     ## The schedule of a stage's layers
 
-    As in a chain, but the last layer does not stay full: the next pass is of another micro-batch.
+    The last layer does not stay full, because the next pass is of another micro-batch.
     """
 
     def stays_full(self, layer: Sharded, call: Call) -> bool:
@@ -238,12 +232,10 @@ class Plan:
         self.counts = counts
         self._check_counts()
         self.places = [s for s, count in enumerate(counts) for _ in range(count)]
-        # All names of each parameter, and of each that several layers share.
         self.names = names_of(layers)
         self.tied = {p: names for p, names in self.names.items()
                      if len({layer_of(name) for name in names}) > 1}
-        # The first and the last stage that use tied weights; the same one, if only its layers do,
-        # or if there are none.
+        # The first and the last stage that use tied weights.
         self.ends = (0, 0)
         pairs = {tuple(sorted({self.places[layer_of(name)] for name in names}))
                  for names in self.tied.values()}
@@ -281,8 +273,6 @@ class Plan:
     def shapes(self) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
         """
         ### What each parameter is: the rank in the pipeline that keeps it, its shape and data type
-
-        By the first of its names.
         """
         return {names[0]: (self.places[layer_of(names[0])] % self.ranks, p.shape, p.dtype)
                 for p, names in self.names.items()}

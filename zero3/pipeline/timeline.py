@@ -5,17 +5,9 @@ r"""
 keeps, and `drawn` draws it.
 
 Times follow from two rules: a rank does one thing after the other, and a pass waits for the pass
-that it needs on another rank. The example of `schedules.py`, with one slot for each pass:
+that it needs on another rank.
 
-| pass | on | waits for | slot |
-|---|---|---|---|
-| F0 | rank 0 | nothing | 0 |
-| F0 | rank 1 | F0 on rank 0 | 1 |
-| B0 | rank 1 | F0 on rank 1 | 2 |
-| B0 | rank 0 | B0 on rank 1 | 3 |
-
-Transfers take no time here. The bubble is the share of slots in which a rank waits. With passes of
-one length it is
+The bubble is the share of slots in which a rank waits. With passes of one length it is
 
 $$1 - \frac{2 m v}{\text{slots until the last rank is done}} = \frac{p - 1}{v m + p - 1}$$
 
@@ -32,8 +24,8 @@ rank with stage 0 sends
 | `direction` | 4 times | 96 | 24 | 72 | 96: all layers, all gradients |
 | `stage` | once | 24 | 24 | 72 | 96 |
 
-The full gradients, 48 bytes, stay until the last micro-batch in all three cases. So a stage that
-stays whole takes 16 bytes more, one more layer, and its gathers send a sixth.
+The full gradients, 48 bytes, stay until the last micro-batch. So a stage that stays whole takes 16
+bytes more, one more layer, and its gathers send a sixth.
 
 A layer $\ell$ has $P_\ell$ parameters with $b$ bytes each, and $b_g$ in a gradient. If $N$ ranks
 share it and the rank gathers its stage $g$ times in a step, the rank sends
@@ -57,9 +49,9 @@ has, for its $v$ stages of one size together,
 A layer below the first one that trains has no backward pass. With `each` it is gathered $m$ times,
 not $2m$.
 
-**The peak.** With one stage on a rank, held whole, it is either at the end of a backward pass, when
-all layers and all full gradients are there, or in the first reduce, which needs a receive buffer.
-With a bucket for each layer, and a last layer $L$ that is reduced first,
+**The peak.** With one stage on a rank, held whole, it is at the end of a backward pass, or in the
+first reduce, which needs a receive buffer. With a bucket for each layer, and a last layer $L$ that
+is reduced first,
 
 $$\text{peak} - \text{rest} = N \max\Big(\sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 (b + b_g), \; \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil b_g +
@@ -104,7 +96,6 @@ def timeline(lists: list[list[Action]], forward: float = 1, backward: float = 1
     """
     ## The passes of each rank, with times in slots
 
-    * `lists` are from `actions`
     * `forward` and `backward` are the lengths of the passes
 
     Raises `RuntimeError` if every rank waits for another one: the lists are no schedule.
@@ -167,8 +158,6 @@ class Costs(NamedTuple):
 def costs(listed: list[Action]) -> Costs:
     """
     ## Count what a rank gathers, sends and keeps
-
-    * `listed` are its actions
     """
     count = Counter(action.kind for action in listed)
     return Costs(count["unshard"], count["reduce"], count["send"] + count["send gradient"],
@@ -186,8 +175,6 @@ def _most(listed: list[Action], begins: str, ends: str) -> int:
 def times_whole(passes: list[Pass], listed: list[Action]) -> dict[int, list[tuple[float, float]]]:
     """
     ## When each stage of a rank is whole
-
-    * `passes` and `listed` are the rank's, from `timeline` and from `actions`
 
     Returns the begin and the end of each time, by stage.
     """

@@ -1,8 +1,8 @@
 r"""
 # The main job, compressed: train, prune and round, clean, evaluate
 
-`--compress` has the main job train a model that becomes smaller as it learns. At the end the job
-writes the small model, and evaluates it.
+With `--compress` the main job trains a model that becomes smaller, and writes and evaluates it at
+the end.
 
 | `--compress` | weights | when, in parts of the run |
 |---|---|---|
@@ -19,8 +19,8 @@ $$\underbrace{\tfrac{128^2}{8}}_{\text{mask}} + \underbrace{\tfrac{128^2}{2} \cd
 \quad \text{bytes in place of } 65536$$
 
 **What compression costs** is the difference to a dense model that was trained from the same seed on
-the same batches. So `--compress` takes several recipes. The job trains a model by each of them and
-ends with a table. The first one is the yardstick.
+the same batches. So the job trains a model by each recipe, and the first one is the yardstick of a
+table.
 
 **Run this**: `make train ARGS="--compress dense 8 4-half rows-heads"`. It writes a folder for each
 model, and the table as `compared.json`.
@@ -125,8 +125,6 @@ def finish(model: Zero3Sequential,
 def compare(out: Path, recipes: list[str]) -> None:
     """
     ## Print and write the table of all models of a run
-
-    * `out` is the folder of the run, with a folder for each recipe
     """
     metrics = {recipe: json.loads((out / recipe / "metrics.json").read_text())
                for recipe in recipes}

@@ -4,30 +4,21 @@ r"""
 The main job trains this model: an embedding, $n$ transformer blocks and a head, built from the
 modules of `labml_nn.transformers`.
 
-ZeRO-3 shards a model layer by layer, so the model is a list of layers. Each layer takes one tensor
-and returns one tensor. The block makes its causal mask itself.
+Each layer takes one tensor and returns one tensor. The block makes its causal mask itself.
 
-The tokens are bytes, so the loss can be read as compression. If the model gives each next byte the
-probability $\frac{1}{256}$, a byte costs $\log_2 256 = 8$ bits. If it gives the right bytes
-$\frac{1}{4}$, they cost 2 bits each. In general, with the probability $p(x_t \mid x_{<t})$ of the
-byte $x_t$,
+The tokens are bytes, so the loss can be read as compression. If the right bytes have the
+probability $\frac{1}{256}$, they cost $\log_2 256 = 8$ bits each; with $\frac{1}{4}$ they cost 2.
+In general,
 
 $$\text{bits per byte} = -\frac{1}{T} \sum_{t=1}^{T} \log_2 p(x_t \mid x_{<t})$$
 
 The block is that of [Primer EZ](https://arxiv.org/abs/2109.08668): it has squared ReLU, and a
-convolution over three positions after each query, key and value. The convolution shows the two
-previous bytes to every head.
+convolution over three positions after each query, key and value.
 
 **Run this**: `make train` trains it.
 
 **Not covered, and what that costs**: sampling keeps no cache of keys and values, so each new byte
 computes its whole window again. Embedding and head do not share their weights.
-
-| shape | tensor |
-|---|---|
-| `[batch, seq]` int64 | input: byte values |
-| `[seq, batch, d_model]` | between layers, in labml_nn's order |
-| `[batch, seq, n_vocab]` | output: logits |
 """
 
 import math
@@ -76,8 +67,7 @@ class GPTConfig:
         ### Number of parameters, without building the model
         """
         d = self.d_model
-        # Four square matrices, and three convolutions with three weights and a bias for each
-        # feature of a head.
+        # Four square matrices, and three convolutions.
         attention = 4 * (d * d + d) + 3 * 4 * (d // self.n_heads)
         feed_forward = 2 * d * self.d_ff + self.d_ff + d
         block = attention + feed_forward + 2 * 2 * d
@@ -104,8 +94,6 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """
     ## One transformer block: `[seq, batch, d_model]` to the same shape
-
-    Attention and feed-forward network, each after a layer norm and added to the residual stream.
     """
 
     def __init__(self, config: GPTConfig):
@@ -192,7 +180,6 @@ def sample(
     """
     ## Continue a text by `n` bytes
 
-    * `prompt` has at least one byte
     * `generator` draws the bytes on the CPU, so a seed gives the same text on every device and rank
 
     All ranks of a sharded model call this together. Returns prompt and continuation.
@@ -262,8 +249,7 @@ def global_batch(
     """
     ## The windows of all ranks for one step
 
-    They are `[rows, seq_len + 1]` int64, and depend only on `seed` and `step`. Every rank draws the
-    whole batch and takes its own rows, so the batch is the same on any number of ranks.
+    They are `[rows, seq_len + 1]` int64, and depend only on `seed` and `step`.
     """
     generator = torch.Generator().manual_seed((1_000_003 * seed + step) % 2**64)
     starts = torch.randint(len(data) - seq_len, (rows,), generator=generator)

@@ -1,25 +1,18 @@
 r"""
 # The main job: train a sharded GPT, and check the bytes
 
-The job trains the byte-level GPT of `gpt.py` on all ranks. Then it compares the bytes that every
-rank held and sent with the bytes that the formulas predict.
-
-The loop is an ordinary PyTorch training loop. Three lines differ from plain data parallelism: the
-layers are wrapped, a `Zero3Optimizer` is built on the model, and the optimizer calls backward.
+The job trains the byte-level GPT of `gpt.py` on all ranks. The loop is an ordinary PyTorch training
+loop. Three lines differ from plain data parallelism: the layers are wrapped, a `Zero3Optimizer` is
+built on the model, and the optimizer calls backward.
 
 `predict.py` predicts the bytes from the shapes alone, and a `Ledger` measures them in one real
-step. On two ranks, say, the formulas predict 2,400,000 bytes at rest for rank 0, the ledger
-measures 2,400,000, and the table at the end of the run says `equal`. Nodes, replicas, encodings and
-the traffic of files are measured only.
+step. The table at the end of the run says `equal`. Nodes, replicas, encodings and the traffic of
+files are measured only.
 
 $$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and between ranks}$$
 
 **Run this**: `make train`, or `torchrun --nproc_per_node=2 -m zero3.train --help` for the options.
-The job prints losses, a sample of text and the table, and writes
-`loss.png`, `tape.png`, `gradients.png` and `metrics.json`. With `--save-every 100` it also saves
-checkpoints. Ctrl-C always saves one, and the same command then resumes the run, to the same
-numbers. After Ctrl-C, torchrun itself ends with a traceback of a `SignalException`. No rank waits
-for another one longer than `--timeout`.
+`docs/running.md` says what it prints, how it resumes, and how long ranks wait for each other.
 
 **Not covered, and what that costs**: a text that does not fit into memory. Each batch is drawn from
 the number of its step, so a run that resumes needs only that number to find its place in the data.
@@ -157,8 +150,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     ## Train, and report how it went
 
-    Returns the exit code: 0 at the end of the run, 2 for wrong options, 1 for an error. If SIGTERM
-    or Ctrl-C ended the run before its last step, the code is 128 + 15 or 128 + 2, as in a shell.
+    Returns the exit code: 0 at the end of the run, 2 for wrong options, 1 for an error. If a signal
+    ended the run early, the code is 128 + 15 or 128 + 2, as in a shell.
     """
     end_with_parent()
     rank = int(os.environ.get("RANK", 0))
@@ -319,11 +312,8 @@ def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) 
     """
     ## Refuse a model or a batch that does not fit into memory, before anything is built
 
-    Each need is counted at its least, so no run is refused that would have worked. All ranks of a
-    machine share its CPU memory. Shards and optimizer states are not counted here: the layers and
-    the optimizer look for their room, in memory or in files, when they are built.
-
-    Raises `ValueError`, with the bytes that are needed and the bytes that are free.
+    Each need is counted at its least, so no run is refused that would have worked. The layers and
+    the optimizer look for the room of shards and states when they are built. Raises `ValueError`.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cpu = torch.device("cpu")
@@ -356,7 +346,7 @@ class Job:
     """
     ## One run of the job on this rank
 
-    All ranks call each method, because all of them communicate.
+    All ranks call each method.
     """
 
     args: argparse.Namespace
@@ -365,7 +355,7 @@ class Job:
     text: torch.Tensor
     held_out: torch.Tensor
     run: Run = dataclasses.field(default_factory=Run)
-    # Other models follow, and the same command must find this one again, to skip it.
+    # So that the same command skips this model.
     saves_end: bool = False
     model: Zero3Sequential = dataclasses.field(init=False)
     # What `--compress` does to it.
@@ -460,8 +450,6 @@ class Job:
     def build(self) -> None:
         """
         ### The sharded model and its optimizer
-
-        A GPU never has more than one whole layer beside the shards.
         """
         torch.manual_seed(self.args.seed)
         dtype = DTYPES[self.args.dtype]
@@ -529,9 +517,6 @@ class Job:
         ### The training loop
 
         * `show` gets a step, the losses on the training text and on held-out text, and a rate
-
-        The loop ends after the last step or after a signal. The last step is recorded, because the
-        optimizer has its states by then.
         """
         tape = Ledger(self.model, self.optimizer)
         losses = []
@@ -578,7 +563,6 @@ class Job:
                 self.optimizer.backward(loss)
                 total += loss.detach()
             if done + 1 == self.args.steps:
-                # A step early, because the tape would show gradients that are read from files.
                 self.run.exponents = exponents(self.optimizer)
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -717,8 +701,7 @@ def check_alike(args: argparse.Namespace, ranks: Ranks) -> None:
     """
     ## Refuse ranks that were started with different options
 
-    With another `--seed` on one machine, the shards would come from two different models. Raises
-    `ValueError` on all ranks.
+    Raises `ValueError` on all ranks.
     """
     # Paths may differ between machines.
     mine = {option(name): value for name, value in vars(args).items()

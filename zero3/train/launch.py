@@ -3,11 +3,9 @@
 
 `run` calls a function on several ranks and returns their answers.
 
-A cell of a notebook, or a test, has to start its ranks itself: processes that import a function,
-join a process group and call the function. They are
-forked from a server process that has imported torch once, so starting one takes a tenth of a
-second. If `who` of `worker.py` returns the number of the rank, `run("worker:who", 2)` returns
-`[0, 1]`.
+A notebook or a test starts its ranks itself. They are forked from a server process that has
+imported torch once, so starting one takes a tenth of a second. If `who` of `worker.py` returns the
+number of the rank, `run("worker:who", 2)` returns `[0, 1]`.
 
 **Run this**: the notebooks.
 
@@ -65,9 +63,8 @@ def run(worker: Callable | str, world_size: int | None = None, *args: object, de
     * `world_size` is the number of ranks; by default, `default_ranks()`
     * `device` is "cpu" or "auto"; "auto" uses GPUs if there is one for each rank
 
-    Raises `AssertionError` when a rank has failed and the others have noticed. The error begins
-    with the traceback of that rank. A rank that does not answer within `timeout_s` seconds has
-    failed.
+    Raises `AssertionError` when a rank has failed, with its traceback first. A rank that does not
+    answer within `timeout_s` seconds has failed.
     """
     expect(device in ("auto", "cpu"), "no such choice", '"auto" or "cpu"', repr(device),
            "hide GPUs with CUDA_VISIBLE_DEVICES to use only some of them")
@@ -107,9 +104,6 @@ def my_device() -> torch.device:
 def is_consequence(error: BaseException) -> bool:
     """
     ## Whether an error only says that another rank is lost
-
-    When a rank raises and ends, each rank that waits for it raises too, in `zero3.comm.collectives`
-    or in a collective of `torch.distributed`.
     """
     # Later errors were raised while the first one was handled.
     while earlier := error.__cause__ or (not error.__suppress_context__ and error.__context__):
@@ -186,7 +180,7 @@ def _rank(worker,
     """
     # Ranks share the cores.
     torch.set_num_threads(1)
-    # Python would reuse the bytecode of a file that was written again within the same second.
+    # A file may be written again within a second.
     sys.dont_write_bytecode = True
     gpu = device == "auto" and torch.cuda.device_count() >= world_size
     try:

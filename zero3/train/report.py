@@ -4,10 +4,8 @@
 `table` compares measured bytes with predicted ones. `draw_loss` draws the loss curve,
 `draw_gradients` the sizes of the gradients, and `draw_tape` the memory tape of one step.
 
-The line of the memory tape climbs a stair when a layer is gathered, and descends one when the layer
-is freed. The layer that caused a stair is drawn below it. For two layers of 1 MiB, say, that are
-gathered one after the other while shards of 1 MiB rest in memory, the line of the forward pass goes
-1, 2, 3, 2.
+For two layers of 1 MiB that are gathered one after the other while shards of 1 MiB rest in memory,
+the line of the memory tape goes 1, 2, 3, 2 in forward.
 
 **Run this**: `make train` prints the table, and writes `loss.png`, `tape.png` and `gradients.png`.
 
@@ -160,9 +158,8 @@ def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
     """
     ## The times during which a layer was whole, computed, or held gradients
 
-    Yields the layer, a name from `STYLES`, and the indices of the first and the last event. A layer
-    frees its parameters before its gradients, so the first `free` ends "full" and the next one
-    "gradients".
+    Yields the layer, a name from `STYLES`, and the indices of the first and the last event. The
+    first `free` of a layer ends "full", and the next one "gradients".
     """
     begins = {"fetch": "full", "compute": "computing", "gradients": "gradients",
               "read": "reading", "write": "writing"}
@@ -196,8 +193,6 @@ def draw_tape(
 
     * `tapes` has the events of each rank, and `predicted` the predicted bytes of each
     * `plain` has the bytes of plain data parallelism
-
-    The lowest plot shows the state of each layer on rank 0.
     """
     events = tapes[0]
     held = [[e.live_bytes for e in tape] for tape in tapes]

@@ -66,8 +66,6 @@ class Ranks:
         """
         ### Read the environment variables that torchrun sets
 
-        * `wanted` is "cpu", "cuda" or "auto"
-
         Each rank of a machine gets the GPU with its local number. Raises `ValueError` if there are
         too few.
         """
@@ -109,7 +107,7 @@ class Ranks:
         """
         ### Name the thing that this rank waited for, if the other ranks do not answer
 
-        Errors of gloo and NCCL only name sockets. Raises `RuntimeError`.
+        Raises `RuntimeError`.
         """
         try:
             yield
@@ -155,21 +153,11 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """
     ## A store without the keys of an earlier attempt
 
-    Each rank writes its address under a fixed key of a store that torchrun serves, and reads those
-    of the others. With `--max-restarts`, torchrun keeps *one* store for all attempts. A rank that
-    reads early then gets the address of a dead rank, and the attempt fails.
-
-    So rank 0 draws a token, and hands it to each rank that is alive:
-
-    | rank 1 | in the store | rank 0 |
-    |---|---|---|
-    | draws a number, `a3` | `hello/1` = `a3` | |
-    | | `answer/a3` = `7f` | draws the token `7f`, and answers each new `hello/1` |
-    | reads the answer | `ack/7f/1` | continues with the next rank |
-
-    Afterwards every key begins with `7f`. Rank 1 trusts the token, because only a living rank can
-    know `a3`. Rank 0 may first answer the `hello/1` of a dead rank. Then no acknowledgement
-    arrives, and rank 0 looks again.
+    With `--max-restarts`, torchrun keeps *one* store for all attempts, and a rank that reads early
+    would get the address of a dead rank. So each rank puts a number of its own into the store, and
+    rank 0 answers each new number with a token. From then on every key begins with the token. Only
+    a living rank knows its number. If rank 0 has answered a dead rank, no acknowledgement arrives,
+    and it looks again.
 
     All ranks must call this. Raises `RuntimeError` that names a rank which did not answer within
     `timeout_s` seconds.
@@ -211,8 +199,8 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
 
     * `problem` is the error text of this rank, or empty
 
-    There is no process group yet, so the ranks talk through the store. Rank 0 prints the problems,
-    each one once. The other ranks return after that, or torchrun would end rank 0.
+    The ranks talk through the store. Rank 0 prints the problems, each one once. The other ranks
+    return after that, or torchrun would end rank 0.
     """
     # A store takes UTF-8 only, and a path may have other bytes.
     store.set(f"problem/{rank}", one_line(problem))
@@ -237,18 +225,16 @@ def end_with_parent() -> None:
     """
     ## End when torchrun ends, even if it was killed
 
-    torchrun starts each rank in a session of its own, so a rank would outlive it, and the same
-    command would start a second run in the same folder. Linux can send a signal to this process
-    when its parent dies. It has to be SIGKILL, because a rank that waits in a collective would not
-    react to a milder one.
+    A rank has a session of its own, so it would outlive torchrun. It asks Linux for SIGKILL when
+    its parent dies, because a rank that waits in a collective would not react to a milder signal.
     """
     if not dist.is_torchelastic_launched() or sys.platform != "linux":
         return
     parent = os.getppid()
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    # torchrun may have died before that call. Then the parent is process 1, which takes in orphans.
-    # In a container torchrun may itself be process 1, and that one runs Python.
+    # torchrun may have died before that call. Then the parent is process 1, which in a container
+    # may be torchrun itself.
     orphaned = parent == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
     if orphaned or os.getppid() != parent:
         os._exit(1)
@@ -258,8 +244,8 @@ def tell_failure(error: Exception, ranks: Ranks, store: dist.Store) -> int:
     """
     ## Print an error, the cause first
 
-    The rank that fails first prints its traceback. Ranks that fail later, or only lost another
-    rank, print one line each. An error that says what to do needs no traceback.
+    The rank that fails first prints its traceback, unless the error says what to do. The others
+    print one line each.
 
     Returns the exit code: 2 if the error says what to do, else 1.
     """
@@ -316,7 +302,7 @@ def signals() -> Iterator[list[int]]:
     """
     ## Note Ctrl-C and SIGTERM instead of ending at once
 
-    Yields a list to which each signal is added. torchrun passes signals on to all ranks.
+    Yields a list to which each signal is added.
     """
     came: list[int] = []
     before = {number: signal.signal(number, lambda number, _: came.append(number))

@@ -4,11 +4,10 @@ r"""
 `Source` gives a layer its values, `Deferred` is a placeholder for a layer that does not exist yet,
 and `save` writes a sharded model to files.
 
-If no rank has enough memory for a model, it must never exist as a whole, not even when it is
-created. So build it without values, on torch's `meta` device or from `Deferred` layers. `wrap` then
-allocates a layer, gives it its values, shards it and frees it, before it comes to the next one. The
-values come from the module's own `reset_parameters`, from a function, or from a checkpoint. Section
-7.2 of [ZeRO-Infinity](https://arxiv.org/abs/2104.07857) initializes models in the same way.
+Build a model that no rank has room for without values, on torch's `meta` device or from `Deferred`
+layers. `wrap` then allocates a layer, gives it its values, shards it and frees it, before it comes
+to the next one ([ZeRO-Infinity](https://arxiv.org/abs/2104.07857), section 7.2). The values come
+from the module's own `reset_parameters`, from a function, or from a checkpoint.
 
 **Two layers on two ranks.** The first layer has 4 elements, the second one has 6. Memory while
 `wrap` makes the model, in elements on each rank:
@@ -25,10 +24,10 @@ The largest layer counts twice:
 $$\text{memory while a model is made} \le \sum_\ell \left\lceil \frac{P_\ell}{N} \right\rceil
 + 2 \max_\ell P_\ell \quad \text{elements}$$
 
-A tensor that is read from a checkpoint is one more copy on rank 0, until the layer has its values.
+A tensor that is read from a checkpoint is one more copy on rank 0.
 
-Each module is seeded by its name, so the values depend neither on the number of ranks nor on the
-layers before. A model that is built in one go gets others.
+Each module is seeded by its name, so the values do not depend on the number of ranks. A model that
+is built in one go gets others.
 
 **Run this**: `python -m pytest tests/whole_model/test_wrap.py -k memory` makes, trains and saves a
 model of four times the memory that each rank may take.
@@ -65,8 +64,7 @@ class Deferred(nn.Module):
     """
     ## A placeholder for a layer that does not exist yet
 
-    `wrap` puts the layer that `factory()` returns in this place, as one unit with everything inside
-    it.
+    `wrap` puts the layer that `factory()` returns in its place, as one unit.
     """
 
     def __init__(self, factory: Callable[[], nn.Module]):
@@ -169,7 +167,7 @@ class Source:
 
         Runs on rank 0 alone. Raises `ValueError` if a tensor gets no values.
         """
-        # Innermost first, because an outer module may change the values of an inner one.
+        # An outer module may change the values of an inner one.
         for at, keys in reversed(empty.items()):
             # Checkpoints have no values for non-persistent buffers.
             if self.checkpoint is None or modules[at]._non_persistent_buffers_set & {*keys}:
@@ -203,8 +201,7 @@ class Source:
         """
         #### Read the values of a layer
 
-        * `more` returns all names of a tensor, because a tied parameter is in the file under one of
-          them
+        * `more` returns all names of a tensor, of which the file has one
         """
         places: dict[torch.Tensor, list[str]] = {}
         parts: dict[torch.Tensor, WeightPart | None] = {}
@@ -244,7 +241,7 @@ class Source:
             path = path / INDEX if (path / INDEX).exists() else path / "model.safetensors"
         if path.suffix == ".json":
             names = json.loads(path.read_text())["weight_map"]
-            # Only the last part of each path: an index must not name other folders.
+            # An index must not name other folders.
             return {name: path.parent / Path(file).name
                     for name, file in names.items()}
         with safe_open(path, framework="pt") as file:
@@ -307,8 +304,6 @@ def _agreed(sender: Named,
             told: Callable[[Exception], str] = str) -> Iterator[None]:
     """
     #### Raise the error of one rank on all of them, at the end of the block
-
-    All ranks must leave the block. A rank that raised at once would leave the others waiting.
     """
     agree = partial(sender.comm.agree, sender, what, expected)
     try:
@@ -349,8 +344,6 @@ def _tensors_of(unit: Any, params: dict[str, nn.Parameter]) -> dict[str, torch.T
 def _mark(tensor: torch.Tensor) -> None:
     """
     #### Mark memory without values: with NaN, or with a byte that no bool has
-
-    A tensor that nobody has written would train from whatever the memory held.
     """
     if tensor.is_floating_point():
         tensor.fill_(torch.nan)
@@ -362,8 +355,7 @@ def _is_marked(tensor: torch.Tensor) -> bool:
     """
     #### Whether a tensor still has the mark
 
-    A single NaN is enough. A whole number may be equal to the mark by chance, so all of them have
-    to be.
+    A single NaN is enough. Of whole numbers all have to be equal to the mark.
     """
     if tensor.is_floating_point():
         return bool(tensor.isnan().any())

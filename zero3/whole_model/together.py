@@ -1,11 +1,8 @@
 r"""
 # Shared gathers: small units share an all-gather
 
-`fetch_together` starts one all-gather for several units. Each of them takes its parameters out of
-it when it is about to compute.
-
-Gradients of small layers share a reduce-scatter (see `buckets.py`), because a collective takes a
-fixed time beside the time of its bytes. Here small units share the all-gather.
+`fetch_together` starts one all-gather for several units, as `buckets.py` does one reduce-scatter.
+Each of them takes its parameters out of it when it is about to compute.
 
 **Two units on two ranks.** Unit a is the layer of `minimal.py`: its flat parameter is
 1 2 3 0, so rank 0 has the shard 1 2 and rank 1 has 3 0. Unit b has the two weights 5 6. Each rank
@@ -20,29 +17,21 @@ packs its shards side by side into its own row of a *packed buffer*:
 | b takes column 2 | 5 | 6 |
 
 When a is about to compute, it copies its columns, row by row, into its flat parameter 1 2 3 0.
-Later b does the same. If the fixed time is $t$, $n$ units save
+Later b does the same. If a collective takes $t$ seconds beside its bytes, $n$ units save
 
 $$(n - 1)\, t \quad \text{seconds, and cost} \quad \sum_{i=1}^{n} P_{u_i} \quad
 \text{elements of memory}$$
 
-until the last of them has computed. The values are the same, bit for bit.
-`wrap(..., bucket_numel=6)` does this for units that follow each other, from the second step on.
-Larger units are gathered alone.
+The values are the same, bit for bit. `wrap(..., bucket_numel=6)` does this for units that follow
+each other, from the second step on. Larger units are gathered alone.
 
-| | the packed buffer | a's own memory | b's own memory |
-|---|---|---|---|
-| the gather starts | 6 elements | | |
-| a computes | 6 elements | 4 elements | |
-| a is done | 6 elements | | |
-| b computes | freed when b has its copy | | 2 elements |
-
-The next bucket is on its way when the last unit of this one computes. With $k$ units of $P$
-elements in each bucket, the most is therefore $(2 k + 1)\, P$ elements.
+The packed buffer is freed when the last unit has its copy, and the next bucket is on its way then.
+With $k$ units of $P$ elements in each bucket, the most is therefore $(2 k + 1)\, P$ elements.
 
 **One unit for several layers.** `Together` holds small layers that follow each other, so that one
 unit has all their parameters. Then nothing is packed: a and b of the example have one flat
-parameter, 1 2 3 5 6 0. Each layer still computes by itself, and uses these parameters like tied
-weights. `zero3.compile` does this, if it is asked to.
+parameter, 1 2 3 5 6 0. Each layer uses these parameters like tied weights. `zero3.compile` does
+this, if it is asked to.
 
 **Run this**: `python -m pytest tests/whole_model/test_together.py -k collectives`.
 
@@ -130,8 +119,8 @@ def fetch_together(units: Iterable[Any]) -> None:
 
     * `units` are `Unit`s of one model. Those that are full already are left alone
 
-    Start the all-gather and return. All ranks must call it, with the same units in the same order.
-    A rank sends to each other rank its shards of all of them.
+    All ranks must call it, with the same units in the same order. A rank sends to each other rank
+    its shards of all of them.
 
     Raises `RuntimeError` if the units are of several models. Ranks with other units get the error
     about ranks that diverged when they wait (I6).
@@ -185,8 +174,7 @@ class Packed:
                         "these", "units of one model", [unit.label for unit in units],
                         "call `fetch_together` for each model by itself")
         self.label = f"{units[0].label} and {len(units) - 1} more"
-        # Ranks announce a checksum of all units, because two sets may begin with the same one. It
-        # is below all numbers of layers.
+        # Ranks announce a checksum of all units, below all numbers of layers.
         numbers = [unit.layer_idx for unit in units]
         self.layer_idx = -2 - zlib.crc32(str(numbers).encode())
         self.comm.labels[self.layer_idx] = self.label
@@ -216,7 +204,6 @@ class Packed:
             for flat in unit.flats:
                 by_dtype.setdefault(flat.full.dtype, []).append((unit, flat))
         with self.comm.on(self.comm.fetch_stream):
-            # This rank's row is packed in place, so the all-gather has nothing more to copy.
             pairs = [(buffer, self.comm.rows(buffer)[self.comm.rank])
                      for buffer in map(self._pack, by_dtype.values())]
         sender: Any = self
@@ -241,7 +228,6 @@ class Packed:
             shard = flat.storage.load()
             for _, following in members[i + 1 : i + 2]:
                 following.storage.read_async()
-            # In the example rank 0 writes 1 2 5 into the first row.
             parts[i][self.comm.rank].copy_(shard, non_blocking=True)
             flat.storage.release(self.comm.fetch_stream)
             self.columns[unit].append((flat.full, parts[i]))
@@ -251,8 +237,7 @@ class Packed:
         """
         ### Copy a unit's columns into its flat parameters
 
-        It copies on the compute stream. The first unit waits for the all-gather, and the last one
-        frees the packed buffers.
+        It copies on the compute stream. The last unit frees the packed buffers.
         """
         if unit not in self.columns:
             return

@@ -4,10 +4,9 @@ r"""
 A `Unit` is a layer of a whole model. `TracedOrder` learns in which order the units compute, and
 says when each one is gathered and when it is freed.
 
-A model that is written freely has no list of what comes next: its layers branch, and some are
-called twice. But each step does the same as the one before it. So the first forward pass is
-*traced*, and gathers on demand. From then on the trace says which units to gather while others
-compute.
+A model that is no chain has no list of what comes next. But each step does the same as the one
+before it. So the first forward pass is *traced*, and gathers on demand. From then on the trace says
+which units to gather while others compute.
 
 Take three units of 10 elements, a, b and c, with room for 10 elements ahead. After the first step:
 
@@ -28,10 +27,9 @@ $$\underbrace{u_1, \ldots, u_p}_{\text{seen}}\;
 u_{p+k+1}, \ldots
 \qquad \sum_{i=1}^{k} P_{u_{p+i}} \le \text{elements to prefetch}$$
 
-Units that come *soon* are prefetched, and a unit that comes soon *again* is not freed in between.
-So the last units stay full from forward to backward, which saves their second all-gather.
-Prefetching along a recorded sequence is section 6.2 of
-[ZeRO-Infinity](https://arxiv.org/abs/2104.07857).
+Units that come *soon* are prefetched ([ZeRO-Infinity](https://arxiv.org/abs/2104.07857), section
+6.2), and a unit that comes soon *again* is not freed in between. So the last units stay full from
+forward to backward, which saves their second all-gather.
 
 | a unit | is full from | to | all-gathers in a step |
 |---|---|---|---|
@@ -49,8 +47,8 @@ The first three counts are per micro-batch. A unit is always in one of these sta
 | in use | whole | open | all its `users` have computed |
 | staying | whole | closed | it computes again, or the pass ends, or the optimizer steps |
 
-*Closed* parameters report each use. So the first use of one unit's parameter by another is noticed;
-section 7.1 of the paper calls such parameters external. From then on both are gathered together.
+*Closed* parameters report each use. So the first use of one unit's parameter by another is noticed
+(section 7.1, *external* parameters). From then on both are gathered together.
 
 **Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small
 model.
@@ -88,8 +86,8 @@ class Trace:
     ## The order in which units compute
 
     There are three kinds of passes: "forward" with gradients, "eval" without, and "backward". The
-    last pass of a kind says how the next one will go. The first backward pass is expected to reach
-    the units in the reverse of how forward left them.
+    last pass of a kind says how the next one will go. The first backward pass is expected to be the
+    reverse of forward.
     """
 
     def __init__(self) -> None:
@@ -134,8 +132,6 @@ class Trace:
     def upcoming(self) -> list["Unit"]:
         """
         ### The units that the pass will reach, in order
-
-        After a difference there are none.
         """
         return self.known[len(self.seen) :] if self.follows() else []
 
@@ -160,15 +156,13 @@ class StandIn(nn.Module):
         return item in self.module
 
     def __bool__(self) -> bool:
-        # Without this, Python would ask for the length, which most modules do not have.
+        # Otherwise Python would ask for the length.
         return bool(self.module)
 
 
 class Unit(StandIn, Zero3Layer):
     """
     ## A layer of a whole model
-
-    A `Zero3Layer` in the place of a module, which has the module's attributes.
     """
 
     cure = ("call what `wrap` returned, and use the parameter in the forward of a module; where "
@@ -195,8 +189,7 @@ class Unit(StandIn, Zero3Layer):
         self.path = path
         self.title = module.title if isinstance(module, Together) else path or "the rest"
         self.leaf = leaf
-        # Once all units exist, `wrap` sets this and the three lists below, and number, label and
-        # communicator.
+        # `wrap` sets this and the three lists below.
         self.persistent = False
         self.training = module.training
         self.numel = sum(len(flat.full) for flat in self.flats)
@@ -219,8 +212,6 @@ class Unit(StandIn, Zero3Layer):
     def read(self, name: str) -> Any:
         """
         ### Read an attribute of the module
-
-        A property may ask freed parameters for their data type and device.
         """
         module = super().__getattr__("module")
         if not isinstance(getattr(type(module), name, None), property):
@@ -230,10 +221,9 @@ class Unit(StandIn, Zero3Layer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self) and not isinstance(value, (nn.Module, torch.Tensor)):
-            # A short way for its own state, which changes some twenty times in a step.
+            # A short way for its own state.
             vars(self)[name] = value
             return
-        # Once the model has all its units, a new name belongs to the module.
         is_whole = "order" in vars(self) and self.order.units
         is_new = name not in vars(self) and name not in self._modules
         is_own = not is_whole or not is_new or hasattr(type(self), name)
@@ -292,8 +282,6 @@ class Unit(StandIn, Zero3Layer):
     def forward(self, *args, **kwargs):
         """
         ### Forward pass, as part of the model's
-
-        The unit first *arrives*: the order gathers it, and those that come soon.
         """
         recompute = in_backward()
         self.order.stack.append(self)
@@ -324,8 +312,7 @@ class Unit(StandIn, Zero3Layer):
         """
         ### Stop using parameters, its own and those of other units
 
-        A unit leaves at the end of its forward and of its backward. The last user of a unit frees
-        it.
+        The last user of a unit frees it.
         """
         self.users.discard(self)
         for unit in self.externals:
@@ -352,8 +339,6 @@ class Unit(StandIn, Zero3Layer):
     def refresh(self) -> None:
         """
         ### Free it if it is full of values from before a step
-
-        A persistent unit stays full, and would go on computing with the old values.
         """
         if self.is_fetched:
             # It has stayed full, and may have gradients in flight. Finish those first.
@@ -389,7 +374,7 @@ class Unit(StandIn, Zero3Layer):
         """
         ### Record that one unit uses a parameter of another
 
-        The same will happen in every step, so from now on both are gathered together.
+        From now on both are gathered together.
         """
         stack = self.order.stack
         if not stack and not in_backward():
@@ -444,10 +429,9 @@ class Unit(StandIn, Zero3Layer):
         """
         ### Whether backward no longer needs the full parameters
         """
-        # The root finishes last, because its operations run between all other units.
+        # The root's operations run between all other units.
         if self is self.order.root:
             return False
-        # In the same way, any unit waits for the units inside it.
         if any(unit.watch.pending or unit in unit.users
                for unit in self.inside):
             return False
@@ -509,15 +493,12 @@ class Unit(StandIn, Zero3Layer):
     def settle(self, raised: bool) -> None:
         """
         ### Finish the unit's part of a backward pass
-
-        When the root settles, the trace has seen the whole pass, and learns its order.
         """
         if self is self.order.root:
             self.order.trace.end()
         self.leave()
         if not (self.users or self.persistent):
-            # Gathered for a pass that ended early. Inside another backward pass, which older
-            # checkpointing runs, the outer one may still use it.
+            # An outer backward pass may still use it.
             self.reshard()
         if not raised:
             self._fill_leaf()
@@ -547,8 +528,6 @@ class TracedOrder(Alone):
     def arrive(self, unit: Unit) -> None:
         """
         ### A unit is about to compute: gather it, and the units that come soon after it
-
-        Nobody frees the parameters of a unit that has `users`.
         """
         self._follow(unit)
         wanted = [unit, *unit.externals]
@@ -582,8 +561,6 @@ class TracedOrder(Alone):
     def _begin_forward(self) -> None:
         """
         #### A forward pass of the model begins
-
-        Units may be full since a forward pass whose backward never came.
         """
         for unit in self.units:
             if unit.kept_for:
@@ -612,7 +589,6 @@ class TracedOrder(Alone):
             if not self._fits([unit]):
                 break
             self._fetch_all([unit], upcoming)
-        # Read the shards of the next unit, if they rest in files.
         after = next((unit for unit in upcoming if not unit.is_fetched), None)
         if after is not None:
             after.read_async()
@@ -633,7 +609,6 @@ class TracedOrder(Alone):
         """
         bucket: list[Unit] = []
         _refresh(wanted)
-        # A bucket begins with a unit that is needed and not here.
         if all(unit.is_here for unit in wanted):
             return bucket
         unused = [unit for unit in _with_externals(upcoming) if not unit.users]
@@ -675,8 +650,6 @@ class TracedOrder(Alone):
     def live_numel(self, wanted: Iterable[Unit] = ()) -> int:
         """
         ### Elements of full parameters, those in flight and those of the wanted units included
-
-        A unit counts from the beginning of its all-gather, because its memory is taken then.
         """
         full_numel = sum(unit.numel for unit in self.units
                          if unit.is_fetched or unit.is_full_elsewhere or unit in wanted)
@@ -705,7 +678,7 @@ class TracedOrder(Alone):
                 return True
             if self.trace.follows():
                 upcoming = upcoming + self.trace.learnt.get("backward", [])
-        # The very next unit stays whatever its size, because that takes no further memory.
+        # The very next unit stays, because that takes no further memory.
         following = next((each for each in upcoming if not each.users), None)
         return unit is following or unit in self._soon(upcoming)
 

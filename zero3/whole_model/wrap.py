@@ -1,8 +1,8 @@
 r"""
 # Whole models
 
-`wrap` shards a model as it is: each of its layers becomes a unit, which is gathered and freed by
-itself, and the model is called as before.
+`wrap` shards a model as it is: each of its layers becomes a unit, and the model is called as
+before.
 
 The layers are named by their classes, and each becomes a `Unit` in its place. The rest, the *root*,
 becomes one more unit around all of them: embeddings, a last norm, a head. Take a GPT with 100
@@ -21,8 +21,8 @@ $$\underbrace{P_{\text{root}}}_{\text{forward and backward}} + \;
 If units use each other's parameters, or are inside each other, $P_\ell$ counts all of them.
 Persistent units come on top.
 
-A parameter with two names, of an embedding and a head for instance, has one owner: the root if it
-has it, and otherwise the first unit that does. For the other units it is an external parameter.
+A parameter with two names has one owner: the root if it has it, and otherwise the first unit that
+does. For the other units it is an external parameter.
 
 **Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small
 model.
@@ -73,7 +73,7 @@ class Zero3Model(StandIn, ShardedModel):
     """
     ## A whole model, sharded unit by unit
 
-    `wrap` makes it. It is called like the model, and has the model's attributes.
+    It is called like the model, and has the model's attributes.
     """
 
     unit_class = Unit
@@ -98,7 +98,6 @@ class Zero3Model(StandIn, ShardedModel):
         self.training = model.training
         self.beside.train(model.training)
         self.missed: list[str] = []  # units that have a gradient and no optimizer
-        # Numbers and limits need all units.
         self._number_units()
         self._limit_live(max_live_numel, prefetch_numel)
         self.mark_persistent_parameters(persist_below_numel)
@@ -121,7 +120,6 @@ class Zero3Model(StandIn, ShardedModel):
         """
         #### Give each unit its number, its neighbours in the tree, and the model's communicator
         """
-        # All units share a reducer, because one reduce is in flight at a time.
         reducer = Reducer(self.comm)
         for i, unit in enumerate(self.units):
             unit.layer_idx = i
@@ -138,7 +136,6 @@ class Zero3Model(StandIn, ShardedModel):
         #### Set how many elements may be full, and how many are prefetched
         """
         largest_numel = max(unit.numel for unit in self.units[1:])
-        # The root is full through the whole pass, and beside it the unit that computes.
         least_numel = self.units[0].numel + largest_numel
         self.expect(max_live_numel is None or max_live_numel >= least_numel, "cannot be this "
                     "small", f"`max_live_numel` of at least {least_numel:,}, the rest and the "
@@ -149,8 +146,6 @@ class Zero3Model(StandIn, ShardedModel):
     def _count_steps(self) -> None:
         """
         #### Count the steps of optimizers that have shards of this model
-
-        A persistent unit is gathered again after such a step.
         """
         shards = {id(shard) for shard in self.get_trainable_chunk()}
         missed = set(shards)
@@ -179,7 +174,7 @@ class Zero3Model(StandIn, ShardedModel):
             return root.read(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # `__init__` sets `known` last. From then on a new name belongs to the model.
+        # `__init__` sets `known` last.
         is_new = "known" in vars(self) and name not in vars(self) and name not in self._modules
         is_new = is_new and "module" in self._modules and not hasattr(type(self), name)
         if is_new and hasattr(self.module.module, name):
@@ -262,8 +257,7 @@ class Zero3Model(StandIn, ShardedModel):
         """
         #### Refuse layers that were assigned to this object, because the model does not see them
 
-        `model.extra = nn.Linear(8, 2)` adds a layer beside the model and not to it. Nobody would
-        reduce its gradients.
+        Nobody would reduce the gradients of `model.extra = nn.Linear(8, 2)`.
         """
         if self.known.has_changed():
             extra = stray(self)
@@ -281,8 +275,6 @@ class Zero3Model(StandIn, ShardedModel):
     def full_params(self, writeback: bool = False) -> Iterator[dict[str, nn.Parameter]]:
         """
         ### The full parameters of all units at once, under all their names in the plain model
-
-        Each rank holds the whole model inside.
         """
         with super().full_params(writeback) as params:
             yield params | self.tied
@@ -309,9 +301,8 @@ class Zero3Model(StandIn, ShardedModel):
         plain = root.module
         self._check_children()
         root.guard.check()
-        # The root stays full until the end, because every token needs it.
+        # Every token needs the root, and a model may ask it for its device.
         arrive = plain.register_forward_pre_hook(lambda *_: self.order.arrive(root))
-        # A model may ask its own parameters for their device between two tokens, so show them.
         with root.full_params(), root.guard, arrive:
             self.order.stack.append(root)
             try:
@@ -327,8 +318,6 @@ class Zero3Model(StandIn, ShardedModel):
     def _check_generate(self) -> None:
         """
         #### Refuse a model's own `generate` on a part of the ranks
-
-        After each token it waits for all ranks of the run, and the others would never answer.
         """
         every = dist.get_world_size() if dist.is_initialized() else 1
         self.expect(len(self.comm.ranks) in (1, every), "cannot generate", f"all {every} ranks, "
@@ -356,7 +345,7 @@ class Zero3Model(StandIn, ShardedModel):
         for unit in self.units:
             with unit.full_params():
                 values = [slot.param.clone() for slot in unit.slots()]
-            # The same objects as before, because somebody may refer to them.
+            # The same objects as before.
             for slot, value in zip(unit.slots(), values, strict=True):
                 if slot.hook:
                     slot.hook.remove()
@@ -500,7 +489,7 @@ class _Wrapping:
         self._check((*layers, *leaves), len(places))
         for name, param in self.model.named_parameters(remove_duplicate=False):
             self.names.setdefault(param, []).append(name)
-        # The root owns whatever is outside all layers, because it is full all along.
+        # The root owns whatever is outside all layers.
         inside = {m for place in places for m in place.layer.modules()}
         self.at_root = {p for m in self.model.modules() if m not in inside
                         for p in m._parameters.values() if p is not None}
@@ -512,7 +501,6 @@ class _Wrapping:
                 units[layer] = self._unit(layer, place.path, place.is_leaf)
             place.parent._modules[place.name] = units[layer]
         root = self._unit(self.model, "", leaf=False)
-        # The other users of a tied parameter find it where they look for it.
         for tied, user, module, name in self.tied:
             vars(module)[name] = self.made.get(tied, tied)
             user.externals.append(self.owners[tied])
@@ -627,7 +615,7 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
                 token = token.where(~done, eos_token_id)
                 done = done | (token == eos_token_id)
             ids = torch.cat([ids, token[:, None]], dim=1)
-        # A rank that is done goes on computing, because the others need its shards.
+        # The others need the shards of a rank that is done.
         left = (~done).any().int()
         for group in groups:
             if group.size > 1:
@@ -653,8 +641,6 @@ def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tupl
             ) -> Iterator[LayerPlace]:
     """
     #### Where units will stand
-
-    What is inside of a unit comes before it.
     """
     for name, child in module._modules.items():
         if child is not None:
