@@ -2,6 +2,7 @@
 # Activations that rest elsewhere: the same bits, less memory, and each byte moved once
 """
 
+import concurrent.futures
 import gc
 import os
 import threading
@@ -21,7 +22,7 @@ import zero3
 from tests import cases, wholes
 from tests.offload.test_tiers import on_a_small_disk
 from tests.ranks import run
-from tests.streams import Accelerator, Line, before
+from tests.streams import Accelerator, Event, Line, before
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.compression import Prune, compress
 from zero3.estimate.formulas import Moved, activations
@@ -860,8 +861,11 @@ def test_options_that_cannot_work_are_refused(options, told):
 # ------------------------------------------------------------------------------- an accelerator
 
 
-def on_a_device(where, keep_graph=False):
+def on_a_device(where, keep_graph=False, fails=False):
     """Two steps on an accelerator that is not there: gradients, the tape, and what it found"""
+    def fail(_):
+        raise KeyError("on purpose")
+
     real = Copy._copy
 
     def named(copy, stream, to, memory):
@@ -877,9 +881,19 @@ def on_a_device(where, keep_graph=False):
                 if keep_graph:
                     loss.backward()
                 del loss
+        found = grads(model)
+        if fails:
+            # While layer 2 is read.
+            with pytest.raises(KeyError, match="on purpose"):
+                x = batch()
+                for i, layer in enumerate(model.walk()):
+                    x = layer(x)
+                    if i == 2:
+                        x.register_hook(fail)
+                x.sum().backward()
+            del x
         # A graph that is dropped while copies are in flight.
         model(batch())
-        found = grads(model)
     return found, tape, device
 
 
@@ -907,16 +921,17 @@ def test_on_an_accelerator_copies_are_ordered_and_nothing_waits_on_the_host(keep
         assert any(not before(one, other) and not before(other, one) for other in computes)
 
 
-def test_from_an_accelerator_to_files(tmp_path):
+@pytest.mark.parametrize("keep_graph", [False, True])
+def test_from_an_accelerator_to_files(keep_graph, tmp_path):
     """
-    Through pinned memory, both ways.
+    Through pinned memory, both ways, in the order that the table of `copies.py` says.
     Proves `Shelf.move`, `Shelves.move`, `Copy.arrived`.
     """
-    plain, _, _ = on_a_device(None)
-    found, tape, device = on_a_device(to_files(tmp_path))
+    plain, _, _ = on_a_device(None, keep_graph)
+    found, tape, device = on_a_device(to_files(tmp_path), keep_graph, fails=True)
     assert equal(plain, found)
-    assert (tape.out_bytes, tape.in_bytes) == (8 * ONE, 6 * ONE)
-    assert device.problems == []
+    assert (tape.out_bytes, tape.in_bytes) == (8 * ONE, (14 if keep_graph else 6) * ONE)
+    assert device.problems == [] and device.checks
 
 
 @pytest.mark.parametrize("name", ["left", "arrived", "__del__"])
@@ -934,3 +949,46 @@ def test_each_wait_that_is_left_out_is_found(name, monkeypatch):
     monkeypatch.setattr(Copy, name, without)
     _, _, device = on_a_device(Activations("cpu", below_bytes=0))
     assert device.problems
+
+
+def without_threads(copy, event):
+    """`Copy._end`, but it waits for no thread"""
+    copy.moving = []
+    if copy.event is not None:
+        copy.comm.current_stream().wait_event(copy.event)
+        copy.event = None
+
+
+def nobody_waits(*_):
+    pass
+
+
+@pytest.mark.parametrize("where, left_out, told", [
+    ((Shelves, "move"), (Event, "synchronize", nobody_waits),
+     "copy_ on disk reads memory before copy_ on stream"),
+    ((Copy, "left"), (Copy, "_end", without_threads),
+     "the read of an activation on reader reads memory before the write of an activation on disk"),
+    ((Copy, "arrived"), (Copy, "_end", without_threads),
+     "reads an activation before the read of an activation on reader is done"),
+    ((Copy, "_to_device"), (Line, "wait_stream", nobody_waits),
+     "writes memory before tanh_backward, in memory that was freed then, on compute is done"),
+    ((Shelves, "take"), (concurrent.futures, "wait", nobody_waits),
+     "the write of an activation on disk writes memory before the read of an activation"),
+])
+def test_each_wait_on_the_way_to_files_that_is_left_out_is_found(where, left_out, told, tmp_path,
+                                                                 monkeypatch):
+    """
+    In this order: a thread writes to the file what has not been copied, reads what has not been
+    written, copies to the device what has not been read, and into memory that somebody still uses;
+    and a file gets the activations of the next call, while it is read for one that was dropped.
+    Proves `Copy.left`, `Copy.arrived`, `Shelves.move`, `Shelves.take`.
+    """
+    real = getattr(*where)
+
+    def without(*args):
+        with monkeypatch.context() as patch:
+            patch.setattr(*left_out)
+            return real(*args)
+    monkeypatch.setattr(*where, without)
+    _, _, device = on_a_device(to_files(tmp_path), fails=True)
+    assert any(told in problem for problem in device.problems), device.problems
