@@ -28,14 +28,15 @@ Two uses of the same memory, one of them a write, must be ordered; if not, that 
 other way round, two operations that shall overlap must *not* be ordered. The tests demand both.
 
 Five lines are no streams: the host, which touches CPU memory; the thread that moves blocks of
-files; those that read activations; NCCL's own stream, in which collectives run one after the other; and time itself for memory
-that is handed out again. As the caching allocator does it, memory that the host frees goes to the
-stream from which it was taken, and the next tensor of that stream may have it at once. So a new
-tensor inherits all users that freed memory of its stream ever had.
+files; those that read activations; NCCL's own stream, in which collectives run one after the other;
+and time itself for memory that is handed out again. As the caching allocator does it, memory that
+the host frees goes to the stream from which it was taken, and the next tensor of that stream may
+have it at once. So a new tensor inherits all users that freed memory of its stream ever had.
 
 **Not covered, and what that costs**: operations inside of one kernel, and the time that anything
-takes: two operations that may overlap need not. All writes of activations are on one line. NCCL is taken to have one stream for everything.
-Two uses of different parts of one storage count as uses of the same memory.
+takes: two operations that may overlap need not. NCCL is taken to have one stream for everything,
+and one thread to write all activations. Two uses of different parts of one storage count as uses of
+the same memory.
 """
 
 import concurrent.futures

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests import cases, wholes
+from tests.limits import STEP_BYTES, long_sequences
 from tests.offload.test_tiers import on_a_small_disk
 from tests.ranks import run
 from tests.streams import Accelerator, Event, Line, before
@@ -29,6 +30,7 @@ from zero3.estimate.formulas import Moved, activations
 from zero3.estimate.ledger import Ledger
 from zero3.in_flight import in_flight
 from zero3.offload.activations import Activations, Forward, Handle, order
+from zero3.offload.bench import measure
 from zero3.offload.copies import Copy, Shelves
 from zero3.offload.disk import File
 from zero3.pipeline import Pipeline
@@ -332,6 +334,56 @@ def test_at_most_the_last_calls_are_in_memory(keep, tmp_path, monkeypatch):
     # Two of the storages in memory have been read.
     assert expected <= watched.peak_bytes <= expected + 4 * 4096
     assert not watched.refs or all(ref.expired() for ref, _ in watched.refs.values())
+
+
+def test_under_a_hard_limit_only_activations_in_files_train(tmp_path):
+    """
+    The limit is the system's, `RLIMIT_DATA`: 40 MiB more than the process has when the model is
+    there. Each of 16 blocks saves 4 MiB. So a step takes more than 1.7 times the limit without
+    files, and less than half of it with them. Freed memory goes back to the system at once, and the
+    page cache does not count.
+    Proves I1, `Activations`, `SavedStorage.rest`, `Shelves`.
+    """
+    ((free, _, free_bytes),) = run(long_sequences, 1, None, None, fresh=True)
+    assert free_bytes > 1.7 * STEP_BYTES
+    (error,) = run(long_sequences, 1, None, STEP_BYTES, fresh=True)
+    assert "can't allocate memory" in error
+    ((losses, out_bytes, grown_bytes),) = run(long_sequences, 1, str(tmp_path), STEP_BYTES,
+                                              fresh=True)
+    assert losses == free and free[1] < free[0]
+    assert out_bytes == 16 << 22 and grown_bytes < STEP_BYTES / 2
+
+
+def moved_on_disk():
+    """Bytes that the system has written and read on a disk for this process"""
+    with open("/proc/self/io") as io:
+        counts = dict(line.split(": ") for line in io)
+    return int(counts["write_bytes"]), int(counts["read_bytes"])
+
+
+@pytest.mark.parametrize("rows, blocks", [(32, 2), (33, 3), (1000, 63)])
+def test_the_system_counts_the_bytes_of_the_formula_on_the_disk(rows, blocks, tmp_path):
+    """
+    Five layers save two activations each, of `rows` times 256 bytes, in whole blocks of 4,096. Four
+    leave and three come back. The system counts the same blocks, and the ledger their bytes. The
+    first step makes the files. Breaks if anything is written twice, or through the page cache.
+    Proves `formulas.activations`, `Shelf.place`, `Shelves.move`, `Copy.come`.
+    """
+    if None in measure(tmp_path, 8 << 20, True, 1 << 20, 2):
+        pytest.skip("the tests' folder is not on a disk, or only through the page cache")
+    model = chain(to_files(tmp_path))
+    x = torch.ones(rows, WIDTH)
+    model(x).sum().backward()
+    before = moved_on_disk()
+    with Ledger(model) as tape:
+        model(x).sum().backward()
+    after = moved_on_disk()
+    on_disk = activations([2 * 4096 * blocks] * 5)
+    assert after[0] - before[0] == on_disk.out_bytes
+    assert after[1] - before[1] == on_disk.in_bytes
+    expected = activations([2 * 4 * WIDTH * rows] * 5)
+    assert (tape.out_bytes, tape.in_bytes) == (expected.out_bytes, expected.in_bytes)
+    assert rows != 32 or expected == on_disk
 
 
 class WithBuffer(nn.Module):
@@ -689,6 +741,70 @@ def test_a_gradient_penalty_in_full_params_has_the_same_bits(tmp_path):
                                              allow_unused=True))
         assert tape.out_bytes == (8 * ONE if where else 0)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True) if a is not None)
+
+
+class Transforms(nn.Module):
+    """Computes with a transform of `torch.func`"""
+
+    def __init__(self, transform):
+        super().__init__()
+        self.block = Block()
+        self.transform = transform
+
+    def forward(self, x):
+        return self.transform(self.block(x), self.block)
+
+
+def waves(y):
+    return y.sin() * y
+
+
+@pytest.mark.parametrize("transform", [
+    lambda y, _: torch.func.vmap(waves)(y),
+    lambda y, _: torch.func.jvp(waves, (y,), (y.cos(),))[1],
+    lambda y, _: torch.func.vmap(torch.func.jacfwd(waves))(y[:, :2]).sum((1, 2)).unsqueeze(1) * y,
+    lambda y, block: torch.func.functional_call(block, dict(block.named_parameters()), (y,))])
+def test_forward_transforms_in_a_layer_have_the_same_bits(transform, tmp_path):
+    """
+    `vmap`, `jvp`, `jacfwd` and `functional_call` save plain tensors.
+    Proves `Forward.pack`.
+    """
+    found = []
+    for where in (None, to_files(tmp_path)):
+        model = chain(where, make=lambda: Transforms(transform))
+        with Ledger(model) as tape:
+            model(batch()).square().mean().backward()
+        found.append(grads(model))
+    assert equal(*found) and tape.in_bytes > 0 and found[0][0].any()
+
+
+@pytest.mark.parametrize("transform", [
+    lambda y, _: torch.func.grad(lambda z: waves(z).sum())(y),
+    lambda y, _: torch.func.vjp(waves, y)[1](y)[0]])
+def test_backward_transforms_in_a_layer_are_torchs_error(transform, tmp_path):
+    """
+    torch allows no hooks on what they save. Nothing is left behind, and a layer without
+    `activations=` may do it beside others.
+    Proves `LayerActivations`.
+    """
+    model = chain(to_files(tmp_path), make=lambda: Transforms(transform))
+    with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks") as caught:
+        model(batch())
+    del caught
+    gc.collect()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not order.visits and not order.known
+    found = []
+    for where in (None, to_files(tmp_path)):
+        torch.manual_seed(0)
+        places = (where, None, where, where)
+        makes = (Block, lambda: Transforms(transform), Block, Block)
+        model = Zero3Sequential([Zero3Layer(make(), activations=place)
+                                 for make, place in zip(makes, places, strict=True)])
+        with Ledger(model) as tape:
+            model(batch()).square().mean().backward()
+        found.append(grads(model))
+    assert equal(*found) and tape.in_bytes > 0
 
 
 class Fails(nn.Module):
