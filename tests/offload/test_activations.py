@@ -20,6 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests import cases, wholes
+from tests.compiler import models as compiler_models
+from tests.compiler import test_compiler
+from tests.compiler.models import Stack, compare, pair_of
 from tests.limits import STEP_BYTES, long_sequences
 from tests.offload.test_tiers import on_a_small_disk
 from tests.ranks import run
@@ -303,11 +306,15 @@ class Watched(TorchDispatchMode):
     def watch(self, tensor):
         storage = tensor.untyped_storage()
         self.refs[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.look()
+
+    def look(self):
+        self.refs = {key: ref for key, ref in self.refs.items() if not ref[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self.refs.values()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.refs = {key: ref for key, ref in self.refs.items() if not ref[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self.refs.values()))
+        self.look()
         return out
 
 
@@ -427,16 +434,6 @@ def test_a_weight_of_another_unit_stays(tmp_path):
         assert moved(tape, "activations out") == [("1", ONE), ("2", ONE), ("3", ONE)]
 
 
-def test_graphs_of_a_compiled_model_take_no_activations(tmp_path):
-    """
-    They save their tensors outside of the layers.
-    Proves `compile`.
-    """
-    plain = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="compile: `activations`"):
-        zero3.compile(plain, backend="aot_eager", activations=to_files(tmp_path))
-
-
 def test_small_storages_stay(tmp_path):
     """
     By default below a quarter of a MiB.
@@ -546,6 +543,108 @@ def test_a_layer_is_read_while_the_layer_above_goes_backward(tmp_path):
         begins = happened.index((f"{i}", "compute"))
         over = happened.index((f"{i}", "reduce"))
         assert begins < happened.index((f"{i - 1}", "activations in")) < over
+
+
+# ------------------------------------------------------------------------------ compiled models
+
+
+def compiled(where, backend="aot_eager", layers=5, make=Block):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    return zero3.compile(nn.Sequential(*(make() for _ in range(layers))), backend=backend,
+                         bucket_bytes=0, activations=where)
+
+
+@pytest.fixture
+def fresh_compiler():
+    yield
+    # What it has compiled would keep models alive.
+    torch.compiler.reset()
+
+
+def graphs_and_hooks(folder, names, wholes_, does):
+    """Models of the compiler's tests, with files: what is different between hooks and graphs"""
+    where = to_files(folder)
+    found = test_compiler.models(names, activations=where)
+    found |= test_compiler.wholes(wholes_, activations=where)
+    for each in does:
+        torch.manual_seed(0)
+        pair = pair_of(Stack(), compiler_models.Block, activations=where)
+        found[each] = compare(pair, getattr(test_compiler, each))
+    gc.collect()
+    return found, len(order.visits), len(order.known)
+
+
+def test_compiled_models_have_the_same_bits_with_their_activations_in_files(tmp_path):
+    """
+    Graphs that end early, layers that Dynamo cannot trace, tied weights, recomputation, a graph
+    that goes backward twice, frozen layers, other shapes, `full_params`. Breaks if a tensor is
+    loaded for another one, or if a layer that runs with hooks gets a token.
+    Proves I1, `compile`, `move_activations`, `save`, `load`, `CompiledUnit.save`,
+    `CompiledUnit.load`.
+    """
+    names = tuple(test_compiler.MODELS)
+    wholes_ = ("Tied", "ExternalSiblings", "RecomputedInOne", "GPT2")
+    does = ("sync", "freeze", "shapes", "whole_around", "autocast")
+    for found, visits, known in run(graphs_and_hooks, 2, str(tmp_path), names, wholes_, does):
+        assert found == dict.fromkeys((*names, *wholes_, *does), "")
+        assert visits == known == 0
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_ledger_of_a_compiled_model_counts_what_the_formula_says(backend, tmp_path, monkeypatch,
+                                                                    fresh_compiler):
+    """
+    The same as with hooks: each layer but the last one leaves once, and at most two are in memory,
+    in forward, and in backward with the room in which a read finds the beginning of a block. The
+    gradients are those of the graphs without files. Breaks if a tensor leaves with the layer that
+    makes it, and not with the one that reads it last.
+    Proves `move_activations`, `_waits`, `_load`, `CompiledUnit.save`.
+    """
+    plain = compiled(None, backend)
+    plain(batch()).square().mean().backward()
+    model = compiled(to_files(tmp_path), backend)
+    expected = activations([2 * ONE] * 5)
+    # The first step compiles.
+    for _ in range(2):
+        with Ledger(model) as tape:
+            model(batch()).square().mean().backward()
+        assert (tape.out_bytes, tape.in_bytes) == (expected.out_bytes, expected.in_bytes)
+        assert [nbytes for _, nbytes in moved(tape, "activations out")] == [2 * ONE] * 4
+        assert equal(grads(plain), grads(model))
+        model.zero_grad()
+    watched = Watched(monkeypatch)
+    loss = model(batch()).square().mean()
+    # The caller has the batch until forward is over.
+    assert expected.memory_bytes <= watched.peak_bytes <= expected.memory_bytes + ONE
+    watched.peak_bytes = 0
+    loss.backward()
+    assert watched.peak_bytes <= expected.memory_bytes + 4 * 4096
+    assert not order.visits
+
+
+def test_a_compiled_graph_that_is_dropped_frees_its_activations(tmp_path, fresh_compiler):
+    """
+    A token keeps its handle, and nothing else does.
+    Proves `CompiledUnit.save`, `CompiledModel`.
+    """
+    model = compiled(to_files(tmp_path))
+    y = model(batch())
+    assert len(order.visits) == 5
+    del y
+    assert not order.visits and not order.known
+
+
+def test_an_input_that_was_changed_after_a_compiled_forward_is_an_error(tmp_path, fresh_compiler):
+    """
+    Proves `CompiledUnit.load`.
+    """
+    model = compiled(to_files(tmp_path))
+    x = batch()
+    loss = model(x).sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 # ------------------------------------------------------------------------- what autograd allows

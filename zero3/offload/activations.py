@@ -49,7 +49,8 @@ CPU memory.
 "cpu" leaves them where they are. Subclasses of tensors, other layouts, and whatever a function
 keeps in its `ctx` without `save_for_backward` stay. A write through `.data` to a tensor that has
 left does not reach backward. A tensor that somebody else refers to is copied, and no memory is
-freed. `torch.func` inside of the layer is an error, because torch allows no hooks there. If a graph
+freed. `torch.func.grad` and `vjp` inside of the layer are an error, because torch allows no hooks
+there. If a graph
 is kept (`retain_graph`), backward holds up to three calls. Graphs of `compile` save their tensors
 outside of the layers, so it takes no `activations=`.
 """

@@ -1,0 +1,221 @@
+r"""
+# Benchmark of activations: they stay, are computed again, or rest in files
+
+Trains the benchmark's GPT on one rank, with long sequences, and measures the time of a step and the
+most memory.
+
+| peer | between forward and backward a block's activations |
+|---|---|
+| plain | stay |
+| files | are in files, but for the last block |
+| recompute | are gone, but for its input; backward computes the block again |
+| recompute-files | are gone, and its input is in a file |
+| save-on-cpu | stay: `torch.autograd.graph.save_on_cpu` moves nothing from the CPU |
+
+Files take no time if the disk is quick enough. A block with $F$ floating-point operations and $A$
+bytes of activations, on a machine with $f$ operations and $b$ bytes in a second, takes
+
+$$t_\text{recompute} = \frac{4F}{f} \qquad
+t_\text{files} = \frac{F}{f} + \max\Big(\frac{2F}{f}, \frac{A}{b}\Big) + \dots$$
+
+**Run this**: `python -m tests.bench.activations --folder DIR`; with `--below` it measures from
+which size on it pays to move a storage.
+
+**Not covered, and what that costs**: accelerators, several ranks. On the CPU, DeepSpeed's
+`cpu_checkpointing` is recomputation, because the inputs that it moves are there already. The
+threads that move blocks need a core. If all cores compute, they take time from the computation.
+"""
+
+import argparse
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.bench.training import (
+    Block,
+    compare,
+    digests,
+    machine,
+    measure_training,
+    play,
+    summarize,
+    table,
+    write,
+)
+from tests.ranks import run
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3.offload.activations import Activations
+
+PEERS = ("plain", "files", "recompute", "recompute-files", "save-on-cpu")
+PAIRS = (("files", "recompute"), ("files", "plain"), ("recompute", "plain"),
+         ("recompute-files", "recompute"), ("recompute-files", "files"),
+         ("save-on-cpu", "plain"))
+# What of the package the figures are of.
+TIMED = [f"zero3/offload/{name}.py" for name in ("activations", "copies", "disk", "in_file")]
+# Bytes of a storage, and of all storages of a layer.
+SIZES = [1 << power for power in range(14, 24)]
+LAYER_BYTES = 16 << 20
+
+
+class Recomputed(nn.Module):
+    """
+    ## A block that backward computes again
+    """
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+class Around(nn.Module):
+    """
+    ## A layer whose forward runs `with context():`
+    """
+
+    def __init__(self, layer, context):
+        super().__init__()
+        self.layer = layer
+        self.context = context
+
+    def forward(self, x):
+        with self.context():
+            return self.layer(x)
+
+
+def build(peer, folder, layers, device):
+    """
+    ## A peer's model and its optimizer
+    """
+    if peer.startswith("recompute"):
+        layers = [Recomputed(layer) if isinstance(layer, Block) else layer for layer in layers]
+    if peer == "save-on-cpu":
+        layers = [Around(layer, torch.autograd.graph.save_on_cpu) for layer in layers]
+    where = Offload("nvme", folder) if "files" in peer else None
+    model = Zero3Sequential([Zero3Layer(layer.to(device), activations=where) for layer in layers])
+    return model, Zero3Optimizer(model, lr=1e-3, eps=1e-3)
+
+
+def measure(peer, args):
+    """
+    ## What the rank of one peer measures
+    """
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        return measure_training(partial(build, peer, folder), args, torch.device("cpu"), int)
+
+
+def run_peer(peer, args):
+    """
+    ## One run of a peer, in one row
+    """
+    ranks = run(measure, 1, peer, args, fresh=True, timeout_s=1800)
+    return {**summarize(ranks, args), "step_ms": 1000 * median(ranks[0]["step_s"])}
+
+
+# ------------------------------------------------------------------------------- small storages
+
+
+class Saves(nn.Module):
+    """
+    ## Saves its results, each in a storage of its own
+    """
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):  # [numel]
+        return torch.cat([piece.tanh() for piece in (x + self.shift).chunk(self.count)])
+
+
+def measure_sizes(args):
+    """
+    ## For each size the milliseconds that a MiB takes to leave and to come back
+
+    Returns for each repetition the difference to a step in which all stays, just before it.
+    """
+    torch.set_num_threads(args.threads)
+    x = torch.ones(LAYER_BYTES // 4, requires_grad=True)
+    files = Offload("nvme", args.folder)
+    pairs = {}
+    for size in SIZES:
+        pairs[size] = [
+            Zero3Sequential([Zero3Layer(Saves(LAYER_BYTES // size), activations=where)
+                             for _ in range(4)])
+            for where in (None, Activations(files, below_bytes=0))]
+    found = {size: [] for size in SIZES}
+    for repeat in range(args.rounds + 1):
+        for size, pair in pairs.items():
+            took_ms = []
+            for model in pair:
+                start_s = time.perf_counter()
+                model(x).sum().backward()
+                took_ms.append(1000 * (time.perf_counter() - start_s))
+            # The first one makes the files. Three layers leave.
+            if repeat:
+                found[size].append((took_ms[1] - took_ms[0]) / (3 * LAYER_BYTES / 2**20))
+    return found
+
+
+def show_sizes(found):
+    """
+    ## A row for each size, and ratios to the largest within a repetition
+    """
+    rows = {}
+    print(f"{'KiB':>8}{'ms per MiB':>14}{'of the largest':>30}")
+    for size, each in found.items():
+        ratios = [a / b for a, b in zip(each, found[SIZES[-1]], strict=True)]
+        rows[size] = {"ms_per_mib": median(each),
+                      "ratio": [median(ratios), min(ratios), max(ratios)]}
+        cell = "{:.2f} ({:.2f}-{:.2f})".format(*rows[size]["ratio"])
+        print(f"{size >> 10:>8}{median(each):>14.2f}{cell:>30}")
+    return rows
+
+
+def main(argv=None):
+    """
+    ## The command line
+    """
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.activations",
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--folder", required=True, help="on the disk that takes the activations")
+    add("--dim", type=int, default=512, help="features of a position")
+    add("--blocks", type=int, default=8, help="transformer blocks")
+    add("--heads", type=int, default=8, help="attention heads of a block")
+    add("--seq", type=int, default=2048, help="bytes in a sequence")
+    add("--batch", type=int, default=1, help="sequences in a step")
+    add("--warmup", type=int, default=1, help="steps that are not measured")
+    add("--steps", type=int, default=3, help="steps that are")
+    add("--rounds", type=int, default=5, help="how often each peer runs")
+    add("--threads", type=int, default=1, help="cores that compute")
+    add("--peers", nargs="+", choices=PEERS, default=PEERS, help="who takes part")
+    add("--below", action="store_true", help="measure small storages")
+    add("--out", type=Path, default=Path("runs/activations.json"), help="results file")
+    args = parser.parse_args(argv)
+    args.ranks = 1
+    settings = vars(args)
+    if args.below:
+        (found,) = run(measure_sizes, 1, args, fresh=True, timeout_s=1800)
+        results = {"sizes": show_sizes(found)}
+    else:
+        rounds = play(args, run_peer, reference="plain")
+        found = compare(rounds, args.peers, PAIRS)
+        print("\n" + table(found["medians"], found["ratios"]))
+        results = {"rounds": rounds, **found}
+    write(args, {"machine": machine(argparse.Namespace(gpu=False)), "settings": settings,
+                 "code": digests(TIMED), **results})
+
+
+if __name__ == "__main__":
+    main()
