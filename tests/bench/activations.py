@@ -2,7 +2,9 @@ r"""
 # Benchmark of activations: they stay, are computed again, or rest in files
 
 Trains the benchmark's GPT on one rank, with long sequences, and measures the time of a step and the
-most memory.
+most memory above that at its start. All peers train in one process and take turns step by step,
+because the machine and its disk are faster in one minute than in the next. Ratios are taken within
+a turn.
 
 | peer | between forward and backward a block's activations |
 |---|---|
@@ -29,7 +31,6 @@ threads that move blocks need a core. If all cores compute, they take time from 
 import argparse
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -39,13 +40,14 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.bench.training import (
     Block,
+    Memory,
+    batches,
     compare,
     digests,
+    gpt,
     machine,
-    measure_training,
-    play,
-    summarize,
     table,
+    train_step,
     write,
 )
 from tests.ranks import run
@@ -91,7 +93,7 @@ class Around(nn.Module):
             return self.layer(x)
 
 
-def build(peer, folder, layers, device):
+def build(peer, folder, layers):
     """
     ## A peer's model and its optimizer
     """
@@ -100,25 +102,39 @@ def build(peer, folder, layers, device):
     if peer == "save-on-cpu":
         layers = [Around(layer, torch.autograd.graph.save_on_cpu) for layer in layers]
     where = Offload("nvme", folder) if "files" in peer else None
-    model = Zero3Sequential([Zero3Layer(layer.to(device), activations=where) for layer in layers])
+    model = Zero3Sequential([Zero3Layer(layer, activations=where) for layer in layers])
     return model, Zero3Optimizer(model, lr=1e-3, eps=1e-3)
 
 
-def measure(peer, args):
+def measure(args):
     """
-    ## What the rank of one peer measures
+    ## A step of each peer, one after the other, again and again
+
+    Returns for each repetition, and each peer, the time of the step, the most memory above that at
+    its start, and the loss.
     """
     torch.set_num_threads(args.threads)
+    device = torch.device("cpu")
+    rounds = []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        return measure_training(partial(build, peer, folder), args, torch.device("cpu"), int)
-
-
-def run_peer(peer, args):
-    """
-    ## One run of a peer, in one row
-    """
-    ranks = run(measure, 1, peer, args, fresh=True, timeout_s=1800)
-    return {**summarize(ranks, args), "step_ms": 1000 * median(ranks[0]["step_s"])}
+        trained = {peer: build(peer, folder, gpt(args.dim, args.blocks, args.heads, args.seq))
+                   for peer in args.peers}
+        windows = batches(args, device)
+        for i in range(args.rounds + 1):
+            window = next(windows)
+            row = {}
+            for k in range(len(args.peers)):
+                peer = args.peers[(i + k) % len(args.peers)]
+                memory = Memory(device)
+                with memory:
+                    start_s = time.perf_counter()
+                    loss = train_step(*trained[peer], window)
+                    took_ms = 1000 * (time.perf_counter() - start_s)
+                row[peer] = {"step_ms": took_ms, "peak_bytes": memory.peak_bytes, "loss": loss}
+            # The first one makes files and moments.
+            if i:
+                rounds.append(row)
+    return rounds
 
 
 # ------------------------------------------------------------------------------- small storages
@@ -195,9 +211,7 @@ def main(argv=None):
     add("--heads", type=int, default=8, help="attention heads of a block")
     add("--seq", type=int, default=2048, help="bytes in a sequence")
     add("--batch", type=int, default=1, help="sequences in a step")
-    add("--warmup", type=int, default=1, help="steps that are not measured")
-    add("--steps", type=int, default=3, help="steps that are")
-    add("--rounds", type=int, default=5, help="how often each peer runs")
+    add("--rounds", type=int, default=9, help="steps of each peer")
     add("--threads", type=int, default=1, help="cores that compute")
     add("--peers", nargs="+", choices=PEERS, default=PEERS, help="who takes part")
     add("--below", action="store_true", help="measure small storages")
@@ -209,7 +223,7 @@ def main(argv=None):
         (found,) = run(measure_sizes, 1, args, fresh=True, timeout_s=1800)
         results = {"sizes": show_sizes(found)}
     else:
-        rounds = play(args, run_peer, reference="plain")
+        (rounds,) = run(measure, 1, args, fresh=True, timeout_s=1800)
         found = compare(rounds, args.peers, PAIRS)
         print("\n" + table(found["medians"], found["ratios"]))
         results = {"rounds": rounds, **found}
