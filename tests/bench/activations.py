@@ -61,8 +61,8 @@ PAIRS = (("files", "recompute"), ("files", "plain"), ("recompute", "plain"),
 # What of the package the figures are of.
 TIMED = [f"zero3/offload/{name}.py" for name in ("activations", "copies", "disk", "in_file")]
 # Bytes of a storage, and of all storages of a layer.
-SIZES = [1 << power for power in range(14, 24)]
-LAYER_BYTES = 16 << 20
+SIZES = [1 << power for power in range(14, 23)]
+LAYER_BYTES = 4 << 20
 
 
 class Recomputed(nn.Module):

@@ -33,6 +33,7 @@ gradient, there are five, because backward does not read the weights of a.
 | `prefetch` | gathers earlier | proactive prefetching |
 | `sink` | waits for a reduce later | reordering |
 | `offload_states` | has optimizer states leave for a while (see `away.py`) | adaptive offloading |
+| `move_activations` | has activations leave (see `offload/activations.py`) | |
 
 The papers are [DeepCompile](https://arxiv.org/abs/2504.09983) and
 [SimpleFSDP](https://arxiv.org/abs/2411.00284).
@@ -399,7 +400,7 @@ def _load(graph: fx.Graph, layer: str, token: fx.Node) -> None:
 
 def _waits(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """
-    #### The last `wait`, for each operation after the first one
+    #### The last `wait` before each operation, for those after the first one
     """
     found: dict[fx.Node, fx.Node] = {}
     last = None
