@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from tests.bench.training import gpt
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.estimate.ledger import Ledger
+from zero3.offload.activations import Activations
 
 WIDTH = 1000
 # What a rank may take for whole layers, buffers and the stacks of threads, beside what Python and
@@ -67,7 +68,8 @@ def long_sequences(moves, limit_bytes):
     """
     count_what_is_taken()
     layers = gpt(dim=64, blocks=16, heads=2, seq=1024)
-    where = moves and Offload("nvme", moves, queue_depth=2, block_bytes=1 << 20)
+    where = moves and Activations(Offload("nvme", moves, queue_depth=2, block_bytes=1 << 20),
+                                  below_bytes=1 << 16)
     model = Zero3Sequential([Zero3Layer(layer, activations=where) for layer in layers])
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
     ids = torch.randint(256, (1, 1025), generator=torch.Generator().manual_seed(0))
