@@ -134,6 +134,8 @@ def measure(args):
             # The first one makes files and moments.
             if i:
                 rounds.append(row)
+                told = ", ".join(f"{peer} {each['step_ms']:.0f} ms" for peer, each in row.items())
+                print(f"round {i} of {args.rounds}: {told}", flush=True)
     return rounds
 
 
