@@ -27,17 +27,19 @@ $$a \text{ is before } b \iff \text{clock}_b[\text{line of } a] \ge \text{time o
 Two uses of the same memory, one of them a write, must be ordered; if not, that is a race. The
 other way round, two operations that shall overlap must *not* be ordered. The tests demand both.
 
-Four lines are no streams: the host, which touches CPU memory; the thread that moves blocks of
-files; NCCL's own stream, in which collectives run one after the other; and time itself for memory
-that is handed out again. As the caching allocator does it, memory that the host frees goes to the
-stream from which it was taken, and the next tensor of that stream may have it at once. So a new
-tensor inherits all users that freed memory of its stream ever had.
+Five lines are no streams: the host, which touches CPU memory; the thread that moves blocks of
+files; those that read activations; NCCL's own stream, in which collectives run one after the other;
+and time itself for memory that is handed out again. As the caching allocator does it, memory that
+the host frees goes to the stream from which it was taken, and the next tensor of that stream may
+have it at once. So a new tensor inherits all users that freed memory of its stream ever had.
 
 **Not covered, and what that costs**: operations inside of one kernel, and the time that anything
-takes: two operations that may overlap need not. NCCL is taken to have one stream for everything.
-Two uses of different parts of one storage count as uses of the same memory.
+takes: two operations that may overlap need not. NCCL is taken to have one stream for everything,
+and one thread to write all activations. Two uses of different parts of one storage count as uses of
+the same memory.
 """
 
+import concurrent.futures
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -53,6 +55,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import zero3.comm.collectives
 from zero3.guards.freed import METADATA, FreedParameter
 from zero3.offload.activations import Forward
+from zero3.offload.copies import Shelves
 from zero3.offload.in_file import InFile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -311,7 +314,9 @@ class Accelerator:
     # ----------------------------------------------------------------------------------- ordering
 
     def host_waits(self, what: str, clock: dict[int, int]) -> None:
-        self.waits.append(what)
+        # A thread that waits holds up nobody else.
+        if self.host is self.lines[0]:
+            self.waits.append(what)
         self.host.merge(clock)
 
     def use(self, line: Line, time: int, tensor: torch.Tensor, write: bool, what: str) -> None:
@@ -398,6 +403,31 @@ class Accelerator:
 
         return start
 
+    def shelves(self, real: Callable) -> Callable:
+        """
+        ### Threads that move activations
+        """
+        def init(shelves: Shelves, *args: Any) -> None:
+            with _disable_current_modes():
+                real(shelves, *args)
+            for memory in shelves.memory:
+                self.make(memory.untyped_storage(), CPU)
+            vars(shelves)["workers"] = Threads(self)
+
+        return init
+
+    def waited(self, real: Callable) -> Callable:
+        """
+        ### The host waits for threads
+        """
+        def wait(futures: Any, *args: Any, **kwargs: Any) -> Any:
+            for each in futures:
+                if isinstance(each, Moved):
+                    self.host.merge(each.clock)
+            return real(futures, *args, **kwargs)
+
+        return wait
+
     def answered(self, real: Callable) -> Callable:
         """
         ### A hook that runs inside of an operation, where nobody answers for a tensor's device
@@ -461,6 +491,8 @@ class Accelerator:
                      self.collective(comm.all_to_all_single, "all-to-all"))
         self.replace(dist, "batch_isend_irecv", self.messages(dist.batch_isend_irecv))
         self.replace(Forward, "pack", self.answered(Forward.pack))
+        self.replace(Shelves, "__init__", self.shelves(Shelves.__init__))
+        self.replace(concurrent.futures, "wait", self.waited(concurrent.futures.wait))
         self.replace(InFile, "_start", self.moves(InFile._start))
         self.replace(InFile, "_end", self.moved(InFile._end))
         if hasattr(comm, "streams"):
@@ -478,6 +510,52 @@ class Accelerator:
 
     def __exit__(self, *exception: Any) -> None:
         self.stack.close()
+
+
+class Threads:
+    """
+    ## Threads that move activations between memory and files
+
+    They run at once, in place of the host, and are on lines of their own: one that writes, and one
+    for each storage that is read. So a read is after a write only if the host has waited for the
+    write before it asked for the read. A file is memory, too.
+    """
+
+    def __init__(self, device: Accelerator):
+        self.device = device
+        self.readers: dict[int, Line] = {}
+
+    def submit(self, move: Callable, file: Any, write: bool, box: list[torch.Tensor], at: int,
+               after: Any) -> concurrent.futures.Future:
+        device, host, memory = self.device, self.device.host, box[0]
+        place = vars(file).setdefault("places", {}).setdefault(at, torch.zeros(1, device=CPU))
+        key = memory.untyped_storage()._cdata
+        if not write and key not in self.readers:
+            self.readers[key] = Line(device, "reader")
+        device.host = device.disk if write else self.readers[key]
+        device.host.merge(host.clock)
+        future = Moved()
+        try:
+            future.set_result(move(file, write, box, at, after))
+            if write:
+                device.operate(device.host, "the write of an activation", [], [place])
+            else:
+                device.operate(device.host, "the read of an activation", [place], [memory])
+            future.clock = dict(device.host.clock)
+        finally:
+            device.host = host
+        return future
+
+
+class Moved(concurrent.futures.Future):
+    """
+    ## A block that a thread may still move, until somebody waits for it
+    """
+
+    clock: dict[int, int]
+
+    def done(self) -> bool:
+        return False
 
 
 class Work:

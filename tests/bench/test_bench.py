@@ -250,3 +250,34 @@ def test_the_benchmark_refuses_peers_and_ranks_that_its_layout_does_not_have(wro
     with pytest.raises(SystemExit):
         bench.options(wrong.split())
     assert said in capsys.readouterr().err
+
+
+def test_the_benchmark_of_activations_trains_all_peers_alike(tmp_path):
+    """
+    Wherever the activations are, the losses have the same bits. It says nothing of speed here, and
+    leaves nothing but its results. Breaks where a peer has other weights or rows than its name
+    says.
+    Proves I1, `Activations`.
+    """
+    out = tmp_path / "activations.json"
+    sizes = "--dim 32 --blocks 2 --heads 2 --seq 32 --rounds 2"
+    results = activations_benchmark(sizes, tmp_path, out)
+    assert len(results["rounds"]) == 2
+    for row in results["rounds"]:
+        assert {*row} == {"plain", "files", "recompute", "recompute-files", "save-on-cpu"}
+        assert len({each["loss"] for each in row.values()}) == 1
+        assert all(each["step_ms"] > 0 for each in row.values())
+    assert results["ratios"]["files/recompute"]["step_ms"]
+    sizes = activations_benchmark("--below --rounds 1", tmp_path, out)["sizes"]
+    assert [*sizes] == [str(1 << power) for power in range(14, 23)]
+    assert [path.name for path in tmp_path.iterdir()] == ["activations.json"]
+
+
+def activations_benchmark(sizes, folder, out):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.activations", *sizes.split(), "--folder", str(folder),
+         "--out", str(out)],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())

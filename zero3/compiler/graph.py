@@ -1,8 +1,8 @@
 r"""
 # A step as a list of operations
 
-A graph lists what a model computes, one operation after the other. Nine more operations say when
-layers are gathered, freed and reduced, and when optimizer states leave.
+A graph lists what a model computes, one operation after the other. Eleven more operations say when
+layers are gathered, freed and reduced, and when optimizer states and activations leave.
 
 Take a model of two layers, a and b. Each has one matrix of four weights, of which two ranks keep
 two each. This is its forward pass, with the number of full weights during each operation:
@@ -35,6 +35,8 @@ P_\ell \;\le\; \text{limit} \qquad \text{for each operation } t$$
 | `offload(a)` | start to copy the optimizer states of a to CPU memory | |
 | `vacate(a)` | wait for the copy, and free their memory on the device | |
 | `reload(a)` | start to copy them back; the optimizer waits for it | |
+| `t = save(a, h)` | have an activation of a leave, and return a token for it | |
+| `h = load(a, t)` | the activation again | |
 
 Layers that share an all-gather arrive in a packed buffer, as large as all of them (see
 `together.py`). So `wait` of such a layer takes memory, too.
@@ -71,6 +73,8 @@ class GraphLayer(Protocol):
     def finish_reduce(self) -> None: ...
     def shard_versions(self) -> tuple[int, ...]: ...
     def refuse_old(self, versions: list[int]) -> None: ...
+    def save(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def load(self, token: torch.Tensor) -> torch.Tensor: ...
 
 
 # ---------------------------------------------------------------------------------- operations
@@ -181,10 +185,26 @@ def reload(layer: Reference) -> None:
     layer().away.reload()
 
 
+def save(layer: Reference, tensor: torch.Tensor) -> torch.Tensor:
+    """
+    ## Have an activation leave when the next layer computes
+
+    Returns a token for autograd to save: `(0,)`, CPU.
+    """
+    return layer().save(tensor)
+
+
+def load(layer: Reference, token: torch.Tensor) -> torch.Tensor:
+    """
+    ## The activation of a token, which may have to come back first
+    """
+    return layer().load(token)
+
+
 OPERATIONS = (parameter, gather, wait, release, collect, reduce, finish, remember, refuse_old,
-              offload, vacate, reload)
+              offload, vacate, reload, save, load)
 # Operations that may wait until the computation around them has ended.
-DELAYABLE = (release, gather, collect, reduce, finish, remember, refuse_old, reload)
+DELAYABLE = (release, gather, collect, reduce, finish, remember, refuse_old, reload, save)
 
 
 # -------------------------------------------------------------------------------------- graphs

@@ -64,18 +64,20 @@ from torch import fx, nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import counters
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero3.comm.collectives import Communicator
 from zero3.compiler.away import StatesAway, leaving
 from zero3.compiler.engines import Eager, Inductor
 from zero3.compiler.graph import find, full_numel, gather, layers_of, picture, reduce
-from zero3.compiler.passes import gathered, improve, offload_states
+from zero3.compiler.passes import gathered, improve, move_activations, offload_states
 from zero3.compiler.trace import Graphs, Place, graphs_of
 from zero3.flat import Slot, own_modules
 from zero3.guards.command_line import Parser, within
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import MOST, expect, whole
+from zero3.offload.activations import Forward, LayerActivations, bring_back
 from zero3.optimizer.buckets import PlannedBucket
 from zero3.watch import Call, in_backward
 from zero3.whole_model.together import (
@@ -92,7 +94,8 @@ from zero3.whole_model.wrap import Classes, Zero3Model, wrap
 MOST_LAYERS = 256
 ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}
 # The options of `wrap` that are not about hooks.
-_OPTIONS = ("leaf_classes", "offload", "device", "seed", "init", "checkpoint", "mesh")
+_OPTIONS = ("leaf_classes", "offload", "device", "seed", "init", "checkpoint", "mesh",
+            "activations")
 # Dynamo says of these that they were left out on purpose.
 _OURS = ("CompiledUnit._forward_with_hooks", "CompiledUnit.fetch_for_others")
 
@@ -121,6 +124,10 @@ class CompiledUnit(Unit):
         self.full_views = [slot.view for slot in self.slots()]
         self.flat_slots = [(flat, slot) for flat in self.flats for slot in flat.slots]
         self.away = StatesAway(self)
+        # What saves activations in the forward pass that is running.
+        self.packs: Forward | None = None
+        # The handle of each token that autograd has saved.
+        self.handles = WeakTensorKeyDictionary()
         self.hooked: set[Slot] = set()
 
     def forward(self, *args, **kwargs):
@@ -284,6 +291,23 @@ class CompiledUnit(Unit):
         """
         self._settle_at_end_of_backward()
         self.guard.refuse_old_calls(tuple(versions))
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """
+        ### Have an activation leave when the next layer computes, and return a token for it
+        """
+        if self.packs is None:
+            saving: Any = self.saving
+            self.packs = Forward(saving.activations, self, ())
+        token = torch.empty(0)
+        self.handles[token] = self.packs.pack(tensor)
+        return token
+
+    def load(self, token: torch.Tensor) -> torch.Tensor:
+        """
+        ### The activation of a token
+        """
+        return bring_back(self.handles[token])
 
     @torch.compiler.disable
     def fetch_for_others(self) -> bool:
@@ -478,6 +502,11 @@ class CompiledModel(Zero3Model):
         if moving and graphs.backward is not None:
             pair = offload_states(graphs.forward, graphs.backward, moving)
             graphs.steps.append(("offload", *pair))
+        saving = self.module.saving
+        if (isinstance(saving, LayerActivations) and here and graphs.backward is not None
+                and saving.activations.moves_from(self.module.device)):
+            pair = move_activations(graphs.forward, graphs.backward)
+            graphs.steps.append(("activations", *pair))
         self.graphs.append(graphs)
 
     def _check_limit(self, graphs: Graphs) -> None:
@@ -517,6 +546,8 @@ class CompiledModel(Zero3Model):
             raise
         finally:
             self.module.running = False
+            for unit in self.units:
+                unit.packs = None
 
     def communication(self, graphs: Graphs) -> list["Sent"]:
         """
@@ -618,7 +649,7 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
     * `offload_states_bytes` of optimizer states, rounded up to whole layers, rest in CPU memory
       while forward ends and backward begins (see `away.py`). On the CPU it does nothing
     * `options` are further ones of `wrap`: `leaf_classes`, `offload`, `device`, `seed`, `init`,
-      `checkpoint`, `mesh`
+      `checkpoint`, `mesh`, `activations`
 
     Raises `ValueError` for impossible arguments, `TypeError` for an option of `wrap` that is for
     hooks, and otherwise as `wrap`. The first forward pass raises an error if `limit_numel` is too

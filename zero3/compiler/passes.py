@@ -28,6 +28,7 @@ because backward does not read the weights of a.
 [DeepCompile](https://arxiv.org/abs/2504.09983) has other names: `keep` is selective unsharding
 there, `prefetch` proactive prefetching, and `offload_states` adaptive offloading (see `away.py`).
 [SimpleFSDP](https://arxiv.org/abs/2411.00284) calls `bucket` bucketing and `sink` reordering.
+`move_activations` has activations leave (see `offload/activations.py`).
 
 **Run this**: `python -m zero3.compiler` prints a small model's graphs after each pass.
 
@@ -38,6 +39,7 @@ once in a graph: if a model uses a weight at its beginning and at its end, it st
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 
 from zero3.compiler.graph import (
@@ -49,12 +51,16 @@ from zero3.compiler.graph import (
     gather,
     is_view,
     layers_of,
+    load,
     offload,
     parameter,
     readers,
     reduce,
+    refuse_old,
     release,
     reload,
+    remember,
+    save,
     vacate,
     wait,
 )
@@ -331,6 +337,70 @@ def offload_states(forward: fx.Graph, backward: fx.Graph, layers: list[str]
         with backward.inserting_before(ends[max(i, 0)]):
             backward.call_function(reload, (layer,))
     return forward, backward
+
+
+def move_activations(forward: fx.Graph, backward: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
+    """
+    ## Have the tensors that forward saves for backward leave in between
+
+    * `forward` and `backward` have their communication already
+
+    Each leaves with the layer that reads it last in forward, and is loaded when the layer that
+    reads it first in backward has its parameters.
+    """
+    forward = copied(forward)
+    backward = copied(backward)
+    last_user: dict[fx.Node, fx.Node] = {}
+    waits = _waits(forward)
+    for node in waits:
+        last_user.update(dict.fromkeys(node.all_input_nodes, node))
+    output = forward.output_node()
+    outputs: Any = [*output.args[0]]  # type: ignore[misc]
+    inputs = backward.find_nodes(op="placeholder")
+    # They follow the versions of the shards, in both graphs.
+    first = 1 + outputs.index(find(forward, remember)[0])
+    tokens = inputs[1 + inputs.index(find(backward, refuse_old)[0].args[0]) :]
+    for i, (node, token) in enumerate(zip(outputs[first:], tokens, strict=False), first):
+        place = last_user.get(node, node)
+        if not isinstance(node.meta["val"], torch.Tensor):
+            # Only sizes are left.
+            break
+        if place not in waits:
+            place = next(iter(waits))
+        layer, *_ = layers_of(waits[place])
+        with forward.inserting_after(place):
+            outputs[i] = forward.call_function(save, (layer, node))
+        _load(backward, layer, token)
+    output.args = (tuple(outputs),)
+    return forward, backward
+
+
+def _load(graph: fx.Graph, layer: str, token: fx.Node) -> None:
+    """
+    #### Load an activation after the last `wait` before its first use, if there is one
+    """
+    user = next((node for node in graph.nodes if token in node.all_input_nodes), None)
+    if user is None:
+        return
+    before = _waits(graph).get(user)
+    with graph.inserting_before(user) if before is None else graph.inserting_after(before):
+        value = graph.call_function(load, (layer, token))
+    value.meta = dict(token.meta)
+    token.replace_all_uses_with(value, lambda node: node is not value)
+
+
+def _waits(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """
+    #### The last `wait` before each operation, for those after the first one
+    """
+    found: dict[fx.Node, fx.Node] = {}
+    last = None
+    for node in graph.nodes:
+        if node.target is wait:
+            last = node
+        if last is not None and node.op == "call_function":
+            found[node] = last
+    return found
 
 
 def _ends_of_layers(graph: fx.Graph) -> list[fx.Node]:

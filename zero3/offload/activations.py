@@ -49,9 +49,10 @@ CPU memory.
 "cpu" leaves them where they are. Subclasses of tensors, other layouts, and whatever a function
 keeps in its `ctx` without `save_for_backward` stay. A write through `.data` to a tensor that has
 left does not reach backward. A tensor that somebody else refers to is copied, and no memory is
-freed. `torch.func` inside of the layer is an error, because torch allows no hooks there. If a graph
-is kept (`retain_graph`), backward holds up to three calls. Graphs of `compile` save their tensors
-outside of the layers, so it takes no `activations=`.
+freed. `torch.func.grad` and `vjp` inside of the layer are an error, because torch allows no hooks
+there. If a graph is kept (`retain_graph`), backward holds up to three calls. In a compiled model a
+graph without parameters moves nothing, and what the root computes behind a layer counts as that
+layer's.
 """
 
 import itertools
@@ -83,15 +84,15 @@ class Activations:
     Whatever takes `activations=` takes one of these, or an `Offload`, or "cpu".
 
     * `offload` is the tier; pass one object to all layers, so that they share its files
-    * `below_bytes`: storages with fewer bytes stay. To begin its requests would take longer than to
-      move the bytes
+    * `below_bytes`: storages with fewer bytes stay. Below 1 MiB, beginning the requests took longer
+      than moving the bytes
     * `keep` is how many of the calls that came last stay in memory
 
     Raises `ValueError` if these do not fit together.
     """
 
     offload: Offload | str = "cpu"
-    below_bytes: int = 1 << 18
+    below_bytes: int = 1 << 20
     keep: int = 1
     to: Offload = field(init=False)
 
