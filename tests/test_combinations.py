@@ -39,7 +39,7 @@ def table():
     """The cells of the table: "yes", or "no" and some words of the error, by their chapters"""
     text = zero3.__doc__.partition("**Which chapters combine.**")[2]
     head, _, *rows = [[cell.strip(" `") for cell in line.strip("|").split("|")]
-                      for line in re.findall(r"(?m)^\|.*$", text.partition("\n\nCompressed")[0])]
+                      for line in re.findall(r"(?m)^\|.*$", text)]
     return {(row[0], name): cell for row in rows
             for name, cell in zip(head[1:], row[1:], strict=True) if cell}
 

@@ -123,7 +123,7 @@ counts of torch's optimizers move it.
 
 | | `activations=` | `Offload` | `Links` | `compress` | policies | `tensor_parallel` | `Pipeline` |
 |---|---|---|---|---|---|---|---|
-| `compile` | no: a graph | yes | yes | yes | yes | no: split over ranks | no: a plain module |
+| `compile` | yes | yes | yes | yes | yes | no: split over ranks | no: a plain module |
 | `Pipeline` | yes | yes | no: a mesh with | yes | yes | no: stages of a pipeline | |
 | `tensor_parallel` | yes | yes | yes | no: split | yes, in one call | | |
 | policies | yes | yes | yes | yes | | | |

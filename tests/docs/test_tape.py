@@ -346,7 +346,7 @@ def test_each_layer_s_activations_go_through_their_states(leaving):
 def test_the_activations_of_the_tape_are_those_of_the_formula(leaving):
     """
     What leaves, what comes back, and the most that is in memory, to the byte.
-    Proves `formulas.activations`.
+    Proves `saved.activations`.
     """
     for rank in leaving["ranks"]:
         frames = [[one or {"bytes": 0, "of": 0} for one in frame["saved"]]

@@ -119,7 +119,8 @@ def test_any_fraction_trains_to_the_same_bits(world_size, dtype, micro_batches, 
     clipping, param groups, and a parameter that is not always used and spans the cut. Breaks if the
     cut is not at the end of a block of the norm, or one portion takes the other's step for a write
     of the caller's.
-    Proves I8, `Portion`, `block_norms`, `ShardStates.in_memory`, `ShardStates._cuts`.
+    Proves I8, `Portion`, `Portion.norms`, `Portion.open_file`, `Portion.stepped_names`,
+    `Portion.inside`, `portions.inside`, `block_norms`, `Cut`, `ShardStates.in_memory`, `Here`.
     """
     for rank in run(some_steps, world_size, str(tmp_path), dtype, micro_batches):
         assert rank == dict.fromkeys([*FRACTIONS, "all"], True)
@@ -165,7 +166,7 @@ def test_whatever_the_caller_does_reaches_both_portions(tmp_path):
     """
     Gradients that the caller zeroes, replaces or adds to, and writes into the shards. Breaks if a
     gradient of the caller's goes to the first portion alone.
-    Proves `ShardStates._notice_replaced_grad`, `ShardStates._follow_shard`, `Portion.drop_grad`.
+    Proves `ShardStates.current`, `Portion.read_grad`, `Portion.add_grad`, `Portion.drop_grad`.
     """
     assert run(other_optimizers, 2, str(tmp_path)) == [[True] * 3] * 2
 
@@ -196,7 +197,7 @@ def resumed(folder):
 def test_a_checkpoint_fits_any_fraction(tmp_path):
     """
     And a `state_dict` fits the same one. Breaks if the files of a checkpoint show the cut.
-    Proves `Entries.tensors`, `Entries.take`, `Zero3Optimizer.load_state_dict`.
+    Proves `whole_of`, `Entries.tensors`, `Entries.take`, `ShardStates.piece_numbers`.
     """
     for rank in run(resumed, 2, str(tmp_path)):
         assert rank == [True] * 2 * (1 + len(FRACTIONS))
@@ -230,7 +231,7 @@ def test_bytes_fall_in_proportion(tmp_path):
     Eight layers with 8,192 elements on each of two ranks. Their shards are their own masters, so
     two moments and a gradient are in files. Each step writes all of that, and reads what is in no
     buffer. With 0, 0.25, 0.5 and 1 of the states it is exactly so much.
-    Proves `shares`, `ShardStates.nbytes`, the table in the head of `portions.py`.
+    Proves `ShardStates.shares`, `ShardStates.nbytes`, `ShardStates.in_file`.
     """
     for found in run(bytes_moved, 2, str(tmp_path)):
         read, written, on_disk = found[1]
@@ -246,8 +247,8 @@ def test_bytes_fall_in_proportion(tmp_path):
     (5000, 1, 5000), (800, 0.1, 800), (4096, 0.25, 1024)])
 def test_the_cut_is_at_the_end_of_a_block(numel, fraction, cut):
     """
-    The formula in the head of `portions.py`, and its table.
-    Proves `shares`, `Share`.
+    The formula at the head of the chapter, and its table.
+    Proves `portions.shares`, `Share`.
     """
     cpu = torch.device("cpu")
     found = shares(Offload("cpu", fraction=fraction), numel, cpu, cpu)
@@ -282,7 +283,7 @@ def test_on_an_accelerator_both_step_their_portion(tier, dtype, tmp_path):
     """
     The CPU steps the first portion of each shard, the device the second, and nothing races. Breaks
     if a gradient goes to the CPU whole, or the copies of two portions wait for nobody.
-    Proves I8, I9, `ShardStates.add_grad`, `ShardStates._round`, `Reducer.deliver`.
+    Proves I8, I9, `ShardStates.add_grad`, `Portion.grad_device`, `Reducer.deliver`.
     """
     expected = None
     for fraction in (1, 0.5, 0):

@@ -955,15 +955,16 @@ def plain_continues(folder):
         train(model, optimizer, step, step + 1)
         reference.step([[rows] for rows in tokens(step).chunk(dist.get_world_size())], 1.0)
     found = masters_of(optimizer)
-    return [name for name in reference.masters
-            if not torch.equal(found[name], reference.masters[name])]
+    return [name for name, master in reference.masters.items()
+            if not torch.allclose(found[name], master, rtol=0, atol=1e-6)]
 
 
 def test_plain_pytorch_goes_on_from_a_checkpoint(tmp_path):
     """
     `torch.optim.Muon` and `AdamW` take momentum and counts as they are in the checkpoint of three
-    ranks, by name and in whole shapes. One, two, three and four ranks go on to the same bits, on
-    the mean gradient of as many.
+    ranks, by name and in whole shapes. One, two, three and four ranks go on to the same weights, on
+    the mean gradient of as many. Not always to the same bits: on some processors those of a product
+    of three rows depend on where the weights begin.
     """
     run(saves, 3, tmp_path, {"group_by": by_shape})
     for world_size in (1, 2, 3, 4):
