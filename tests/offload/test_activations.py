@@ -443,7 +443,7 @@ def test_the_system_counts_the_bytes_of_the_formula_on_the_disk(rows, blocks, tm
     Five layers save two activations each, of `rows` times 256 bytes, in whole blocks of 4,096. Four
     leave and three come back. The system counts the same blocks, and the ledger their bytes. The
     first step makes the files. Breaks if anything is written twice, or through the page cache.
-    Proves `formulas.activations`, `Shelf.place`, `Shelves.move`, `Copy.come`.
+    Proves `saved.activations`, `Shelf.place`, `Shelves.move`, `Copy.come`.
     """
     if None in measure(tmp_path, 8 << 20, True, 1 << 20, 2):
         pytest.skip("the tests' folder is not on a disk, or only through the page cache")
@@ -649,8 +649,8 @@ def test_compiled_models_have_the_same_bits_with_their_activations_in_files(tmp_
     Graphs that end early, layers that Dynamo cannot trace, tied weights, recomputation, a graph
     that goes backward twice, frozen layers, `full_params`. Breaks if a tensor is
     loaded for another one, or if a layer that runs with hooks gets a token.
-    Proves I1, `compile`, `move_activations`, `save`, `load`, `CompiledUnit.save`,
-    `CompiledUnit.load`.
+    Proves I1, `compile`, `move_activations`, `put_away`, `bring`, `CompiledUnit.put_away`,
+    `CompiledUnit.bring`.
     """
     names = ("chain", "breaks", "untraceable", "recurrent", "checkpoints")
     wholes_ = ("Tied", "RecomputedInOne")
@@ -668,7 +668,7 @@ def test_the_ledger_of_a_compiled_model_counts_what_the_formula_says(backend, tm
     in forward, and in backward with the room in which a read finds the beginning of a block. The
     gradients are those of the graphs without files. Breaks if a tensor leaves with the layer that
     makes it, and not with the one that reads it last.
-    Proves `move_activations`, `_waits`, `_load`, `CompiledUnit.save`.
+    Proves `move_activations`, `_waits`, `_bring`, `CompiledUnit.put_away`.
     """
     plain = compiled(None, backend)
     plain(batch()).square().mean().backward()
@@ -695,7 +695,7 @@ def test_the_ledger_of_a_compiled_model_counts_what_the_formula_says(backend, tm
 def test_a_compiled_graph_that_is_dropped_frees_its_activations(tmp_path, fresh_compiler):
     """
     A token keeps its handle, and nothing else does.
-    Proves `CompiledUnit.save`, `CompiledModel`.
+    Proves `CompiledUnit.put_away`, `CompiledModel`.
     """
     model = compiled(to_files(tmp_path))
     y = model(batch())
@@ -706,7 +706,7 @@ def test_a_compiled_graph_that_is_dropped_frees_its_activations(tmp_path, fresh_
 
 def test_an_input_that_was_changed_after_a_compiled_forward_is_an_error(tmp_path, fresh_compiler):
     """
-    Proves `CompiledUnit.load`.
+    Proves `CompiledUnit.bring`.
     """
     model = compiled(to_files(tmp_path))
     x = batch()

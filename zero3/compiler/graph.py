@@ -35,8 +35,8 @@ P_\ell \;\le\; \text{limit} \qquad \text{for each operation } t$$
 | `offload(a)` | start to copy the optimizer states of a to CPU memory | |
 | `vacate(a)` | wait for the copy, and free their memory on the device | |
 | `reload(a)` | start to copy them back; the optimizer waits for it | |
-| `t = save(a, h)` | have an activation of a leave, and return a token for it | |
-| `h = load(a, t)` | the activation again | |
+| `t = put_away(a, h)` | have an activation of a leave, and return a token for it | |
+| `h = bring(a, t)` | the activation again | |
 
 Layers that share an all-gather arrive in a packed buffer, as large as all of them (see
 `together.py`). So `wait` of such a layer takes memory, too.
@@ -73,8 +73,8 @@ class GraphLayer(Protocol):
     def finish_reduce(self) -> None: ...
     def shard_versions(self) -> tuple[int, ...]: ...
     def refuse_old(self, versions: list[int]) -> None: ...
-    def save(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def load(self, token: torch.Tensor) -> torch.Tensor: ...
+    def put_away(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def bring(self, token: torch.Tensor) -> torch.Tensor: ...
 
 
 # ---------------------------------------------------------------------------------- operations
@@ -185,26 +185,26 @@ def reload(layer: Reference) -> None:
     layer().away.reload()
 
 
-def save(layer: Reference, tensor: torch.Tensor) -> torch.Tensor:
+def put_away(layer: Reference, tensor: torch.Tensor) -> torch.Tensor:
     """
     ## Have an activation leave when the next layer computes
 
     Returns a token for autograd to save: `(0,)`, CPU.
     """
-    return layer().save(tensor)
+    return layer().put_away(tensor)
 
 
-def load(layer: Reference, token: torch.Tensor) -> torch.Tensor:
+def bring(layer: Reference, token: torch.Tensor) -> torch.Tensor:
     """
     ## The activation of a token, which may have to come back first
     """
-    return layer().load(token)
+    return layer().bring(token)
 
 
 OPERATIONS = (parameter, gather, wait, release, collect, reduce, finish, remember, refuse_old,
-              offload, vacate, reload, save, load)
+              offload, vacate, reload, put_away, bring)
 # Operations that may wait until the computation around them has ended.
-DELAYABLE = (release, gather, collect, reduce, finish, remember, refuse_old, reload, save)
+DELAYABLE = (release, gather, collect, reduce, finish, remember, refuse_old, reload, put_away)
 
 
 # -------------------------------------------------------------------------------------- graphs

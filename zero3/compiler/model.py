@@ -292,7 +292,7 @@ class CompiledUnit(Unit):
         self._settle_at_end_of_backward()
         self.guard.refuse_old_calls(tuple(versions))
 
-    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+    def put_away(self, tensor: torch.Tensor) -> torch.Tensor:
         """
         ### Have an activation leave when the next layer computes, and return a token for it
         """
@@ -303,7 +303,7 @@ class CompiledUnit(Unit):
         self.handles[token] = self.packs.pack(tensor)
         return token
 
-    def load(self, token: torch.Tensor) -> torch.Tensor:
+    def bring(self, token: torch.Tensor) -> torch.Tensor:
         """
         ### The activation of a token
         """

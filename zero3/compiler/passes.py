@@ -43,6 +43,7 @@ import torch
 from torch import fx
 
 from zero3.compiler.graph import (
+    bring,
     collect,
     copied,
     find,
@@ -51,16 +52,15 @@ from zero3.compiler.graph import (
     gather,
     is_view,
     layers_of,
-    load,
     offload,
     parameter,
+    put_away,
     readers,
     reduce,
     refuse_old,
     release,
     reload,
     remember,
-    save,
     vacate,
     wait,
 )
@@ -369,22 +369,22 @@ def move_activations(forward: fx.Graph, backward: fx.Graph) -> tuple[fx.Graph, f
             place = next(iter(waits))
         layer, *_ = layers_of(waits[place])
         with forward.inserting_after(place):
-            outputs[i] = forward.call_function(save, (layer, node))
-        _load(backward, layer, token)
+            outputs[i] = forward.call_function(put_away, (layer, node))
+        _bring(backward, layer, token)
     output.args = (tuple(outputs),)
     return forward, backward
 
 
-def _load(graph: fx.Graph, layer: str, token: fx.Node) -> None:
+def _bring(graph: fx.Graph, layer: str, token: fx.Node) -> None:
     """
-    #### Load an activation after the last `wait` before its first use, if there is one
+    #### Bring an activation after the last `wait` before its first use, if there is one
     """
     user = next((node for node in graph.nodes if token in node.all_input_nodes), None)
     if user is None:
         return
     before = _waits(graph).get(user)
     with graph.inserting_before(user) if before is None else graph.inserting_after(before):
-        value = graph.call_function(load, (layer, token))
+        value = graph.call_function(bring, (layer, token))
     value.meta = dict(token.meta)
     token.replace_all_uses_with(value, lambda node: node is not value)
 
