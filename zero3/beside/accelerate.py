@@ -78,6 +78,10 @@ class Accelerator(accelerate.Accelerator):
     It takes the arguments of accelerate's. Models that are not sharded are treated as there.
     """
 
+    # Those that went through `prepare`.
+    _models: list[nn.Module]
+    _optimizers: list[AcceleratedOptimizer]
+
     def __init__(self, *args, **kwargs):
         """
         ### Refuse what cannot be right with shards
@@ -201,9 +205,12 @@ class Accelerator(accelerate.Accelerator):
         `accumulate` calls this for all micro-batches but the last one.
         """
         optimizer = self._optimizer_of(model)
-        ours = isinstance(optimizer, Zero3Optimizer)
-        with optimizer.no_sync() if ours else super().no_sync(model):
-            yield
+        if isinstance(optimizer, Zero3Optimizer):
+            with optimizer.no_sync():
+                yield
+        else:
+            with super().no_sync(model):
+                yield
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float,
                         norm_type: float = 2) -> torch.Tensor | None:

@@ -62,6 +62,10 @@ class Trainer(transformers.Trainer):
     ## Trainer
     """
 
+    # What transformers sets to one thing first, and to another later.
+    model: Any
+    optimizer: Any
+
     def __init__(self, model: nn.Module, args: transformers.TrainingArguments, *rest,
                  shard: Callable[[nn.Module], Zero3Model], **kwargs):
         """
