@@ -16,7 +16,7 @@ from tests.beside.loops import ACCELERATE, PAGE, Torchrun, refused, replaced, st
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 
-pytest.importorskip("accelerate", reason="the extra `tests` has it")
+pytest.importorskip("accelerate", minversion="1.15", reason="the extra `tests` has it")
 
 LOOP = "for epoch in range(2):\n"
 LAST = "accelerator.save_model(model, \"model\")\n"
@@ -64,7 +64,7 @@ def on_two_ranks(ports, folder):
         accelerator = made(mixed_precision="bf16")
         found["bf16"] = refused(lambda: accelerator.prepare(small()))
         model = accelerator.prepare(wrap(plain().bfloat16(), nn.Sequential))
-        found["in bf16"] = model(torch.ones(1, 4).bfloat16()).dtype
+        found["in bf16"] = model(torch.ones(2, 4).bfloat16()).dtype
     with ranks.place():
         found["compile"] = refused(lambda: made(dynamo_backend="eager"))
     return found
@@ -118,15 +118,26 @@ def parts(folder):
     # Gradients are reduced each time, if somebody says so.
     accelerator.gradient_state.plugin_kwargs |= GradientAccumulationPlugin(
         num_steps=2, sync_each_batch=True).to_kwargs()
-    with accelerator.accumulate(model):
-        accelerator.backward(model(x).sum())
-        found["each"] = any(flat.grad is not None for layer in model.sharded_layers
-                            for flat in layer.flats)
+    for each in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            found["each", each] = any(flat.grad is not None for layer in model.sharded_layers
+                                      for flat in layer.flats)
     model.zero_grad()
     accelerator.free_memory()
+    found["three"] = three_weights(made())
     found |= scaled(made(), x)
     found |= lonely(made(), folder, x)
     return found
+
+
+def three_weights(accelerator):
+    """The norms of the shards of (3, 0, 4), and the one that clips"""
+    model = accelerator.prepare(Zero3Sequential([Zero3Layer(nn.Linear(3, 1, bias=False))]))
+    accelerator.backward(model(torch.tensor([[3.0, 0.0, 4.0]])).sum())
+    (shard,) = model.get_trainable_chunk()
+    mine = shard.grad.as_subclass(torch.Tensor).norm().item()
+    return mine, accelerator.clip_grad_norm_(model.parameters(), 1.0).item()
 
 
 def clipping_a_part(accelerator, model, x):
@@ -191,7 +202,7 @@ def lonely(accelerator, folder, x):
         if each == 2:
             accelerator.load_state(folder / "torch")
         accelerator.backward(model(x * (1 + (each > 0))).square().sum())
-        found["norm"] = accelerator.clip_grad_norm_(model.parameters(), 0.1).item()
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
         with model.full_params() as params:
@@ -227,7 +238,7 @@ def test_the_program_trains_like_plain_pytorch(folder, ours):
     because sums over ranks have another order, and the bytes that are guessed right. Breaks if DDP
     broadcasts shards, gradients are summed, or each rank clips by its own norm.
     Proves I1, `Accelerator`, `Accelerator.prepare_model`, `Accelerator.clip_grad_norm_`,
-    `Accelerator.backward`, `Accelerator.no_sync`, `Accelerator.get_state_dict`.
+    `Accelerator.backward`, `Accelerator.no_sync`, `Accelerator.get_state_dict`, `Stepper.step`.
     """
     params, right = plain_pytorch()
     saved = load_file(folder / "model/model.safetensors")
@@ -240,7 +251,8 @@ def test_a_loaded_state_goes_on_as_if_nothing_had_happened(folder, ours):
     """
     After the first of two epochs: the same bits on two ranks, 1e-6 on one. Breaks if rank 0's
     optimizer states are all that is saved.
-    Proves `Accelerator.save_state`, `Accelerator.load_state`, `Accelerator.prepare_optimizer`.
+    Proves `Accelerator.save_state`, `Accelerator.load_state`, `Accelerator.prepare_optimizer`,
+    `optimizer_of`.
     """
     assert off(folder, "again", "model") == 0
     assert off(folder, "fewer", "model") < 1e-6
@@ -252,14 +264,16 @@ def test_each_call_is_right_alone(folder, ours):
     """
     DDP around the plain model and nothing around the sharded one; full gradients are held back,
     unless each micro-batch is reduced; all weights and buffers are on the first rank.
-    Proves `Accelerator.prepare_model`, `Accelerator.no_sync`, `Accelerator.get_state_dict`.
+    Proves `Accelerator.prepare_model`, `Accelerator.no_sync`, `whole_weights`.
     """
     for rank, found in enumerate(ours):
         assert found["kinds"] == ("Zero3Model", "Stepper", "DistributedDataParallel")
         assert found["unwrapped"]
-        assert (found["held", 0], found["held", 1], found["each"]) == (True, False, False)
+        assert (found["held", 0], found["held", 1]) == (True, False)
+        assert (found["each", 0], found["each", 1]) == (False, False)
         assert found["dict"] == (rank == 0, True, 0 if rank else 9)
-        assert found["norm"] > 0
+        # As in the head of the chapter.
+        assert found["three"] == (4.0 if rank else 3.0, 5.0)
     assert load_file(folder / "small/model.safetensors").keys() == plain().state_dict().keys()
 
 
@@ -277,6 +291,7 @@ def test_the_optimizer_scales_clips_and_skips(ours):
 
 def test_mixed_precision_takes_a_model_in_bf16(ours):
     """
+    It computes in bf16, without autocast. Breaks if the output comes back in fp32.
     Proves `Accelerator.prepare_model`.
     """
     for found in ours:
@@ -286,7 +301,7 @@ def test_mixed_precision_takes_a_model_in_bf16(ours):
 def test_what_cannot_be_right_is_an_error(ours):
     """
     Each says what to do. Breaks if a plain `Accelerator` does something else in silence.
-    Proves `Accelerator`, `Accelerator.clip_grad_value_`.
+    Proves `Accelerator.__init__`, `Accelerator.clip_grad_value_`.
     """
     for name, cure in {
             "fp16": "loss_scale", "bf16": "model.bfloat16()", "compile": "zero3.compile",

@@ -64,7 +64,8 @@ from zero3.checkpoint.save_load import load, save
 from zero3.guards.moments import own_modules
 from zero3.guards.options import expect
 from zero3.optimizer.stage3 import Zero3Optimizer
-from zero3.sharded import ShardedModel, comm_of
+from zero3.sharded import Sharded, ShardedModel, comm_of
+from zero3.whole_model.wrap import Zero3Model
 
 # Runs in which another library shards the model, or compiles it.
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM,
@@ -159,20 +160,6 @@ class Accelerator(accelerate.Accelerator):
         self._optimizers.append(prepared)
         return prepared
 
-    def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """
-        #### The optimizer of a sharded model, if it went through `prepare`
-        """
-        shards = {*model.get_trainable_chunk()} if isinstance(model, ShardedModel) else set()
-        for each in self._optimizers:
-            optimizer = each.optimizer
-            if isinstance(optimizer, Zero3Optimizer) and optimizer.model is model:
-                return optimizer
-            if not shards.isdisjoint(p for group in optimizer.param_groups
-                                     for p in group["params"]):
-                return optimizer
-        return None
-
     # ---------------------------------------------------------------------------------- the step
 
     def backward(self, loss: torch.Tensor, **kwargs) -> None:
@@ -204,7 +191,7 @@ class Accelerator(accelerate.Accelerator):
 
         `accumulate` calls this for all micro-batches but the last one.
         """
-        optimizer = self._optimizer_of(model)
+        optimizer = optimizer_of(model, self._optimizers)
         if isinstance(optimizer, Zero3Optimizer):
             with optimizer.no_sync():
                 yield
@@ -235,7 +222,7 @@ class Accelerator(accelerate.Accelerator):
         """
         #### Clip now, or make sure that the step does
         """
-        optimizer = self._optimizer_of(model)
+        optimizer = optimizer_of(model, self._optimizers)
         if not isinstance(optimizer, Zero3Optimizer) or not (
                 optimizer.scaled or optimizer.offload.tier != "device"):
             return model.clip_grad_norm_(max_norm, norm_type)
@@ -285,7 +272,7 @@ class Accelerator(accelerate.Accelerator):
         """
         models = self._models
         optimizers = self._optimizers
-        self._pairs = [(model, self._optimizer_of(model)) for model in models
+        self._pairs = [(model, optimizer_of(model, self._optimizers)) for model in models
                        if isinstance(model, ShardedModel)]
         found = [optimizer for _, optimizer in self._pairs]
         plain = [each for each in optimizers if each.optimizer not in found]
@@ -324,24 +311,77 @@ class Accelerator(accelerate.Accelerator):
         """
         if not isinstance(model, ShardedModel):
             return super().get_state_dict(model, unwrap)
-        found: dict[str, torch.Tensor] = {}
-        # A parameter with several names is copied once.
-        copies: dict[nn.Parameter, torch.Tensor] = {}
-        for prefix, layer in model.named_layers():
-            with layer.full_params() as params:
-                if not self.is_main_process:
-                    continue
-                for name, param in params.items():
-                    if param not in copies:
-                        copies[param] = param.detach().to("cpu", copy=True)
-                    found[prefix + name] = copies[param]
-            for path, module in own_modules(layer.module):
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and name not in module._non_persistent_buffers_set:
-                        found[prefix + path + name] = buffer.to("cpu", copy=True)
-        # Names that a layer does not know, of parameters that it shares with others.
-        tied = getattr(model, "tied", {})
-        return found | {name: copies[param] for name, param in tied.items() if param in copies}
+        return whole_weights(model, self.is_main_process)
+
+
+def optimizer_of(model: nn.Module, prepared: list[AcceleratedOptimizer]
+                 ) -> torch.optim.Optimizer | None:
+    """
+    ## The optimizer of a sharded model, if it went through `prepare`
+    """
+    shards = {*model.get_trainable_chunk()} if isinstance(model, ShardedModel) else set()
+    for each in prepared:
+        optimizer = each.optimizer
+        if isinstance(optimizer, Zero3Optimizer) and optimizer.model is model:
+            return optimizer
+        if not shards.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+            return optimizer
+    return None
+
+
+def whole_weights(model: ShardedModel, here: bool) -> dict[str, torch.Tensor]:
+    """
+    ## The parameters and buffers of a model, in CPU memory
+
+    * `here` says whether this rank wants them; all ranks call it (an all-gather for each layer)
+    """
+    found: dict[str, torch.Tensor] = {}
+    # A parameter with several names is copied once.
+    copies: dict[nn.Parameter, torch.Tensor] = {}
+    for prefix, layer in model.named_layers():
+        with layer.full_params() as params:
+            if not here:
+                continue
+            for name, param in params.items():
+                if param not in copies:
+                    copies[param] = param.detach().to("cpu", copy=True)
+                found[prefix + name] = copies[param]
+        for path, module in own_modules(layer.module):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    found[prefix + path + name] = buffer.to("cpu", copy=True)
+    # Names that a layer does not know, of parameters that it shares with others.
+    tied = getattr(model, "tied", {})
+    return found | {name: copies[param] for name, param in tied.items() if param in copies}
+
+
+@contextmanager
+def plain_modules(model: Zero3Model) -> Iterator[nn.Module]:
+    """
+    ## The modules of a whole model as they were, without units in between
+
+    `save_pretrained` of PEFT goes through the modules to find the names of adapters. With units in
+    between it would find none, and write an empty file. So pass it the weights, and call it inside:
+
+    ```
+    weights = accelerator.get_state_dict(model)
+    with plain_modules(model) as plain:
+        if accelerator.is_main_process:
+            plain.save_pretrained("folder", state_dict=weights)
+    ```
+
+    The model cannot compute inside.
+    """
+    plain = model.module.module
+    places = [(owner, name, child) for owner in plain.modules()
+              for name, child in owner._modules.items() if isinstance(child, Sharded)]
+    for owner, name, unit in places:
+        owner._modules[name] = unit.module
+    try:
+        yield plain
+    finally:
+        for owner, name, unit in places:
+            owner._modules[name] = unit
 
 
 class Stepper(AcceleratedOptimizer):

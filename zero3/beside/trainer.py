@@ -46,7 +46,7 @@ import torch
 import transformers
 from torch import nn
 
-from zero3.beside.accelerate import Accelerator
+from zero3.beside.accelerate import Accelerator, plain_modules
 from zero3.checkpoint.save_load import load, save
 from zero3.guards.options import expect
 from zero3.optimizer.stage3 import Zero3Optimizer
@@ -91,7 +91,6 @@ class Trainer(transformers.Trainer):
                "none, because the model has no shards yet", "some", "leave them out, and take "
                "`optim=` of `TrainingArguments` or `optimizer_cls_and_kwargs=`, or override "
                "`create_optimizer`")
-        self.plain = model
         # Counted now, because afterwards a rank sees the elements of its shards.
         counts = getattr(model, "num_parameters", None)
         self.numel = counts(exclude_embeddings=True) if counts else 0
@@ -141,7 +140,7 @@ class Trainer(transformers.Trainer):
         """
         ### The operations of this rank's batch: 6 for each token and parameter
         """
-        tokens = inputs.get(getattr(self.plain, "main_input_name", "input_ids"))
+        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         return 0 if tokens is None else 6 * self.numel * tokens.numel()
 
     # ---------------------------------------------------------------------------------- checkpoints
@@ -154,11 +153,12 @@ class Trainer(transformers.Trainer):
         """
         state_dict = self.accelerator.get_state_dict(self.model)
         sharded = self.model
-        self.model = self.plain
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            self.model = sharded
+        with plain_modules(sharded) as plain:
+            self.model = plain
+            try:
+                super()._save(output_dir, state_dict)
+            finally:
+                self.model = sharded
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """
