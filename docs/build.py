@@ -64,7 +64,7 @@ GUARDS = r"(^|\.)_*(check|refuse|expect|told|agree|fail|together|complete|assert
 # book without tests, notebooks and its own source, which may only become fewer.
 PATH_WORDS = 20_000
 PATH_LINES = 1_800
-BOOK_WORDS = 90_000
+BOOK_WORDS = 80_000
 LONG = 600  # characters of HTML, of what a chapter does not cover, from which on it is folded
 # A figure says which run it is drawn from, or that it is calculated.
 ORIGIN = r"commit \w+|from the formulas of"

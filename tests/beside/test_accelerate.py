@@ -126,6 +126,7 @@ def parts(folder):
     model.zero_grad()
     accelerator.free_memory()
     found["three"] = three_weights(made())
+    found["tied"] = tied(made())
     found |= scaled(made(), x)
     found |= lonely(made(), folder, x)
     return found
@@ -138,6 +139,15 @@ def three_weights(accelerator):
     (shard,) = model.get_trainable_chunk()
     mine = shard.grad.as_subclass(torch.Tensor).norm().item()
     return mine, accelerator.clip_grad_norm_(model.parameters(), 1.0).item()
+
+
+def tied(accelerator):
+    """The weights of two layers that share one"""
+    layers = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+    layers[1][0].weight = layers[0][0].weight
+    model = accelerator.prepare(wrap(nn.Sequential(*layers), nn.Sequential))
+    whole = accelerator.get_state_dict(model)
+    return whole and (whole["0.0.weight"] is whole["1.0.weight"], len(whole))
 
 
 def clipping_a_part(accelerator, model, x):
@@ -272,6 +282,7 @@ def test_each_call_is_right_alone(folder, ours):
         assert (found["held", 0], found["held", 1]) == (True, False)
         assert (found["each", 0], found["each", 1]) == (False, False)
         assert found["dict"] == (rank == 0, True, 0 if rank else 9)
+        assert found["tied"] == ({} if rank else (True, 4))
         # As in the head of the chapter.
         assert found["three"] == (4.0 if rank else 3.0, 5.0)
     assert load_file(folder / "small/model.safetensors").keys() == plain().state_dict().keys()

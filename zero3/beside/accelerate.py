@@ -50,7 +50,7 @@ is saved right only if its model went through `prepare` too.
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -378,7 +378,11 @@ def plain_modules(model: Zero3Model) -> Iterator[nn.Module]:
     for owner, name, unit in places:
         owner._modules[name] = unit.module
     try:
-        yield plain
+        with ExitStack() as shown:
+            for unit in model.units:
+                # Somebody may ask parameters for their data type.
+                shown.enter_context(unit.guard)
+            yield plain
     finally:
         for owner, name, unit in places:
             owner._modules[name] = unit
