@@ -9,12 +9,12 @@ of that is right for shards as it is: the loader gives each rank rows of its own
 what one rank has for the whole model. Three weights on two ranks have the gradient (3, 0, 4), and
 rank 1 pads its shard:
 
-| the call | accelerate alone, on rank 0 | on rank 1 | here, on both |
+| the call | accelerate's own, on rank 0 | on rank 1 | here |
 |---|---|---|---|
-| at rest | 3 weights, in DDP | 3 weights | 2 elements |
-| the norm, for `clip_grad_norm_` | 3, of (3, 0) | 4, of (4, pad) | 5 |
-| `save_state` | writes its own shard | writes nothing | each writes its shard |
-| `get_state_dict` | its own shard | its own shard | all 3 weights on rank 0 |
+| `prepare` | DDP sends its shard to rank 1 | takes that for its own | each keeps its own |
+| `clip_grad_norm_` | a norm of 3, of (3, 0) | 4, of (4, pad) | 5 on both |
+| `save_state` | writes its states | writes none | each writes its own |
+| `get_state_dict` | its shard | its shard | all weights on rank 0 |
 
 So only these calls are replaced. A clipped gradient is the one of plain PyTorch:
 
