@@ -39,12 +39,18 @@ EXACT = (("max_grad_norm=0.5", "max_grad_norm=0.5, adam_epsilon=1e-3"),
          ('"labels": row', f'"labels": torch.where({TOKENS}, row, -100)'))
 # The same program with the `Trainer` of transformers, and all rows of a batch on one rank.
 STOCK = (("from zero3.beside.trainer import Trainer", "from transformers import Trainer"),
-         (",\n                  shard=lambda model: wrap(model, LlamaDecoderLayer, "
-          "device=args.device))", ")"),
+         (",\n                  shard=lambda model: wrap(model.to(args.device), "
+          "LlamaDecoderLayer))", ")"),
          ("per_device_train_batch_size=2", "per_device_train_batch_size=4"),
          ("trainer.accelerator.end_training()", ""))
 ALONE = STOCK[2]
 BF16 = ("torch.float32  # or torch.bfloat16", "torch.bfloat16  #")
+# From the meta device, with weights that the program does not change.
+META = (("model = LlamaForCausalLM(config).to(DTYPE)\n",
+         "with torch.device('meta'):\n    model = LlamaForCausalLM(config)\n"),
+        ("wrap(model.to(args.device), LlamaDecoderLayer)",
+         "wrap(model, LlamaDecoderLayer, device=args.device, checkpoint='stock-final')"),
+        ("learning_rate=1e-2", "learning_rate=0.0"), ("max_steps=20", "max_steps=5"))
 WITH_LORA = ("model = LlamaForCausalLM(config).to(DTYPE)\n", LORA)
 
 

@@ -15,6 +15,7 @@ from tests.beside.loops import (
     ALONE,
     BF16,
     EXACT,
+    META,
     STOCK,
     TRAINER,
     WITH_LORA,
@@ -79,6 +80,7 @@ def on_one_rank(ports, folder):
     found["fewer"] = history(ranks.main(fewer, "resume")["trainer"])
     found["lora"] = history(
         ranks.main(replaced(text, WITH_LORA, *moved("stock-lora")))["trainer"])
+    ranks.main(replaced(TRAINER, *META, *moved("meta")))
     found["refused"] = refusals(ranks)
     return found
 
@@ -125,7 +127,7 @@ def ours(folder):
 
 @pytest.fixture(scope="module")
 def theirs(folder, ours):
-    with stores(4) as ports:
+    with stores(5) as ports:
         (found,) = run(on_one_rank, 1, ports, folder)
     return found
 
@@ -183,6 +185,15 @@ def test_from_pretrained_opens_what_was_saved(folder, ours):
         params = dict(model.named_parameters())
         assert params.keys() <= saved.keys() | {"lm_head.weight"}
         assert all(torch.equal(p, saved[name]) for name, p in params.items() if name in saved)
+
+
+def test_a_model_on_the_meta_device_gets_its_weights_from_files(folder, theirs):
+    """
+    Five steps with a learning rate of zero save the weights that were read. Breaks if the `Trainer`
+    moves the model before it is sharded.
+    Proves `Trainer`.
+    """
+    assert off(folder, "meta-final", "stock-final") == 0
 
 
 def test_adapters_train_and_are_saved_alone(folder, ours, theirs):

@@ -26,7 +26,7 @@ every loop:
 
 ```
 accelerator = Accelerator()
-model = wrap(model, LlamaDecoderLayer, device=accelerator.device)
+model = wrap(model.to(accelerator.device), LlamaDecoderLayer)
 optimizer = Zero3Optimizer(model, lr=1e-4)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 ```
@@ -83,7 +83,7 @@ class Accelerator(accelerate.Accelerator):
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, **kwargs) -> None:
         """
         ### Refuse what cannot be right with shards
 
@@ -137,7 +137,7 @@ class Accelerator(accelerate.Accelerator):
         devices = {layer.device.type for layer in model.sharded_layers}
         self._expect(devices == {self.device.type}, "cannot move a sharded model",
                      f"shards on {self.device}", sorted(devices),
-                     "pass `device=accelerator.device` to `wrap`")
+                     "call `model.to(accelerator.device)` before `wrap`")
         dtypes = {flat.full.dtype for layer in model.sharded_layers for flat in layer.flats}
         is_right = self.mixed_precision == "no" or torch.bfloat16 in dtypes
         self._expect(is_right, "cannot train this model in mixed precision", "a model in bf16",

@@ -11,7 +11,7 @@ these two, and the `Accelerator` is the one of `accelerate.py`:
 
 | | `transformers.Trainer` | here |
 |---|---|---|
-| 1 | moves the plain model to the GPU | it stays, and `shard` moves a layer at a time |
+| 1 | moves the plain model to the GPU | leaves that to `shard` |
 | 2 | looks at its class and signature | the same |
 | 3 | | `shard(model)` |
 | 4 | an optimizer from `TrainingArguments` | the same, as the class of a `Zero3Optimizer` |
@@ -35,7 +35,10 @@ ranks' means would be $\frac{3 + 6}{2} = 4.5$.
 `Zero3Optimizer`, such as `offload=`, override `create_optimizer`. `save_model` gathers the whole
 model in CPU memory of the first rank; `trainer.model.save` has one layer at a time there. After
 `load_best_model_at_end` the optimizer's states are those of the best model too. A run that resumes
-on another number of ranks draws other random numbers for dropout.
+on another number of ranks draws other random numbers for dropout. Accumulation holds back full
+gradients, unless `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}`
+reduces each micro-batch. Some of the methods that this class overrides are private, so another
+minor release of transformers may need other ones.
 """
 
 from collections.abc import Callable
@@ -115,7 +118,7 @@ class Trainer(transformers.Trainer):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """
-        #### Leave the plain model where it is, because a GPU may not have room for all of it
+        #### Leave the plain model where it is: it may be on the meta device, or not fit on the GPU
         """
 
     # ------------------------------------------------------------------------------- the optimizer
