@@ -47,7 +47,7 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 986, "beside": 220, "checkpoint": 1409, "comm": 1001, "compiler": 1046, "compression":
+MOST = {"": 986, "beside": 223, "checkpoint": 1409, "comm": 1001, "compiler": 1046, "compression":
         896, "estimate": 716, "guards": 568, "inject": 756, "offload": 969, "optimizer": 1219,
         "pipeline": 937, "train": 944, "whole_model": 980}
 # What the heart reaches by its imports, in lines of code.

@@ -248,7 +248,7 @@ def test_the_program_trains_like_plain_pytorch(folder, ours):
     because sums over ranks have another order, and the bytes that are guessed right. Breaks if DDP
     broadcasts shards, gradients are summed, or each rank clips by its own norm.
     Proves I1, `Accelerator`, `Accelerator.prepare_model`, `Accelerator.clip_grad_norm_`,
-    `Accelerator.backward`, `Accelerator.no_sync`, `Accelerator.get_state_dict`, `Stepper.step`.
+    `Accelerator.backward`, `Accelerator.no_sync`, `Accelerator.get_state_dict`, `Prepared.step`.
     """
     params, right = plain_pytorch()
     saved = load_file(folder / "model/model.safetensors")
@@ -277,7 +277,7 @@ def test_each_call_is_right_alone(folder, ours):
     Proves `Accelerator.prepare_model`, `Accelerator.no_sync`, `whole_weights`.
     """
     for rank, found in enumerate(ours):
-        assert found["kinds"] == ("Zero3Model", "Stepper", "DistributedDataParallel")
+        assert found["kinds"] == ("Zero3Model", "Prepared", "DistributedDataParallel")
         assert found["unwrapped"]
         assert (found["held", 0], found["held", 1]) == (True, False)
         assert (found["each", 0], found["each", 1]) == (False, False)
@@ -293,7 +293,7 @@ def test_the_optimizer_scales_clips_and_skips(ours):
     With a loss scale, or gradients in CPU memory, the step clips, and the call returns nothing. A
     scheduler does not advance in a step that was skipped: with two ranks it does so twice in the
     other one, as accelerate has it.
-    Proves `Stepper`, `Accelerator.backward`, `Accelerator.clip_grad_norm_`.
+    Proves `Prepared`, `Accelerator.backward`, `Accelerator.clip_grad_norm_`.
     """
     for found in ours:
         assert found["clip"] is found["unknown"] is found["away"] is None

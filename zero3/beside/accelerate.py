@@ -156,7 +156,7 @@ class Accelerator(accelerate.Accelerator):
         """
         if not isinstance(optimizer, Zero3Optimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        prepared = Stepper(optimizer, device_placement=False)
+        prepared = Prepared(optimizer, device_placement=False)
         self._optimizers.append(prepared)
         return prepared
 
@@ -182,7 +182,7 @@ class Accelerator(accelerate.Accelerator):
         #### The optimizers that scale the loss
         """
         return [each.optimizer for each in self._optimizers
-                if isinstance(each, Stepper) and each.optimizer.scaled]
+                if isinstance(each, Prepared) and each.optimizer.scaled]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -276,7 +276,7 @@ class Accelerator(accelerate.Accelerator):
                        if isinstance(model, ShardedModel)]
         found = [optimizer for _, optimizer in self._pairs]
         plain = [each for each in optimizers if each.optimizer not in found]
-        lost = [each for each in plain if isinstance(each, Stepper)]
+        lost = [each for each in plain if isinstance(each, Prepared)]
         self._expect(not lost, "cannot save or load an optimizer alone", "its model, as "
                      "`prepare` has returned it", f"{len(lost)} of unknown models",
                      "pass both to `prepare`: what `wrap` has returned, and an optimizer on it")
@@ -388,7 +388,7 @@ def plain_modules(model: Zero3Model) -> Iterator[nn.Module]:
             owner._modules[name] = unit
 
 
-class Stepper(AcceleratedOptimizer):
+class Prepared(AcceleratedOptimizer):
     """
     ## A `Zero3Optimizer`, as `prepare` returns it
 
