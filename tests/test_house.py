@@ -226,10 +226,11 @@ def test_nothing_imports_what_is_beside_other_libraries():
     The package works where these libraries are not installed. Breaks if any other file imports one
     of `zero3/beside`, or one of the libraries.
     """
-    for name, tree in modules().items():
+    known = modules()
+    for name, tree in known.items():
         if name.startswith("beside."):
             continue
-        assert not [other for other in imported(tree, modules()) if other.startswith("beside")]
+        assert not [other for other in imported(tree, known) if other.startswith("beside")]
         for node in ast.walk(tree):
             found = [node.module or ""] if isinstance(node, ast.ImportFrom) else [
                 alias.name for alias in node.names] if isinstance(node, ast.Import) else []
