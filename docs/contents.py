@@ -276,6 +276,12 @@ FURTHER = (
         ("zero3/guards/command_line.py", "errors of command lines"),
         ("zero3/guards/__init__.py", "all guards in one place")),
     chapter(
+        "Other loops",
+        "accelerate and the Trainer, around a sharded model",
+        ("docs/loop.md", "use it in your loop: two programs"),
+        ("zero3/beside/accelerate.py", "accelerate: its calls, on a sharded model"),
+        ("zero3/beside/trainer.py", "Trainer: Hugging Face's loop, on a sharded model")),
+    chapter(
         "A training job",
         "the main job and its parts",
         ("zero3/train/job.py", "the main job, `make train`"),

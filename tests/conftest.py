@@ -17,7 +17,7 @@ import pytest
 # A long file that begins last would keep one process busy while the others have nothing to do.
 # `test_restarts` mostly waits, so it runs beside the file that computes most.
 LONGEST = ("test_compiler", "test_away", "test_tensor_parallel", "test_compression",
-           "test_together", "test_wrap", "test_links_bytes", "test_restarts",
+           "test_together", "test_wrap", "test_trainer", "test_links_bytes", "test_restarts",
            "test_tiers", "test_stages_bytes", "test_notebooks", "test_site", "test_inject",
            "test_job", "test_stage3", "test_save_load", "test_survival", "test_bench",
            "test_streams", "test_equality", "test_exercises", "test_gradients",

@@ -1,0 +1,117 @@
+"""
+# Loops of other libraries, as a user starts them
+
+The programs of the page on loops, run on ranks that live on from program to program and that are
+told what torchrun would tell them.
+"""
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+# Before `transformers` looks for it: the one that labml brings along does not load everywhere.
+sys.modules.setdefault("torchvision", None)
+
+PAGE = Path(__file__).parents[2].joinpath("docs/loop.md").read_text(encoding="utf-8")
+ACCELERATE, TRAINER, LORA = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def replaced(text, *pairs):
+    """A program with some of its words replaced, each of which it has once"""
+    for old, new in pairs:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+# With the default, 1e-8, Adam makes a step of full length from the last bits of a gradient that is
+# nearly zero. And ranks train on different numbers of tokens: a mean of means would be another
+# loss. Not in evaluations, where the `Trainer` itself takes means over other rows on other ranks.
+TOKENS = "(torch.arange(32) < 2 + page % 30) | (page > 47)"
+EXACT = (("max_grad_norm=0.5", "max_grad_norm=0.5, adam_epsilon=1e-3"),
+         ('"labels": row', f'"labels": torch.where({TOKENS}, row, -100)'))
+# The same program with the `Trainer` of transformers, and all rows of a batch on one rank.
+STOCK = (("from zero3.beside.trainer import Trainer", "from transformers import Trainer"),
+         (",\n                  shard=lambda model: wrap(model.to(args.device), "
+          "LlamaDecoderLayer))", ")"),
+         ("per_device_train_batch_size=2", "per_device_train_batch_size=4"),
+         ("trainer.accelerator.end_training()", ""))
+ALONE = STOCK[2]
+BF16 = ("torch.float32  # or torch.bfloat16", "torch.bfloat16  #")
+# From the meta device, with weights that the program does not change.
+META = (("model = LlamaForCausalLM(config).to(DTYPE)\n",
+         "with torch.device('meta'):\n    model = LlamaForCausalLM(config)\n"),
+        ("wrap(model.to(args.device), LlamaDecoderLayer)",
+         "wrap(model, LlamaDecoderLayer, device=args.device, checkpoint='stock-final')"),
+        ("learning_rate=1e-2", "learning_rate=0.0"), ("max_steps=20", "max_steps=5"))
+WITH_LORA = ("model = LlamaForCausalLM(config).to(DTYPE)\n", LORA)
+
+
+class Torchrun:
+    """
+    ## A rank that runs one program after the other
+    """
+
+    def __init__(self, ports, folder):
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.ports, self.folder = [*ports], Path(folder)
+        # Each program joins a process group of its own, once all ranks are in this one.
+        dist.barrier()
+        dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def place(self, *words):
+        """
+        ### What torchrun tells a rank, and a folder of its own to be in
+        """
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        place = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.size,
+                 "LOCAL_WORLD_SIZE": self.size, "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": self.ports.pop(), "TORCHELASTIC_USE_AGENT_STORE": True,
+                 "TORCHELASTIC_RESTART_COUNT": 0, "OMP_NUM_THREADS": 1}
+        place = {name: str(value) for name, value in place.items()}
+        with (mock.patch.dict(os.environ, place), mock.patch.object(sys, "argv", ["", *words]),
+              contextlib.chdir(self.folder), contextlib.redirect_stderr(io.StringIO())):
+            yield
+            if dist.is_initialized():
+                dist.barrier()
+                dist.destroy_process_group()
+
+    def main(self, text, *words):
+        """
+        ### The variables of a program, after it has run
+        """
+        file = self.folder / f"mine-{self.size}-{self.rank}.py"
+        file.write_text(text, encoding="utf-8")
+        with self.place(*words), contextlib.redirect_stdout(io.StringIO()) as told:
+            found = runpy.run_path(str(file), run_name="__main__")
+        return {**found, "told": told.getvalue()}
+
+
+@contextlib.contextmanager
+def stores(count):
+    """The ports of as many stores, beside the ranks as torchrun has one: one for each program"""
+    found = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+             for _ in range(count)]
+    yield [each.port for each in found]
+
+
+def refused(does):
+    """What an error of ours says"""
+    try:
+        does()
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+        assert all(word in text for word in ("Expected: ", "Got: ", "What to do: ")), text
+        return text
+    raise AssertionError("no error")

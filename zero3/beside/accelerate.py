@@ -1,0 +1,411 @@
+r"""
+# accelerate: its calls, on a sharded model
+
+`Accelerator` is Hugging Face's, and knows sharded models: it does not wrap them in DDP, clips by
+the norm over all ranks, and saves and loads shards.
+
+A training loop for accelerate calls `prepare`, and then the `Accelerator` in place of PyTorch. Most
+of that is right for shards as it is: the loader gives each rank rows of its own. The rest takes
+what one rank has for the whole model. Three weights on two ranks have the gradient (3, 0, 4), and
+rank 1 pads its shard:
+
+| the call | accelerate's own, on rank 0 | on rank 1 | here |
+|---|---|---|---|
+| `prepare` | DDP sends its shard to rank 1 | takes that for its own | each keeps its own |
+| `clip_grad_norm_` | a norm of 3, of (3, 0) | 4, of (4, pad) | 5 on both |
+| `save_state` | writes its states | writes none | each writes its own |
+| `get_state_dict` | its shard | its shard | all weights on rank 0 |
+
+So only these calls are replaced. A clipped gradient is the one of plain PyTorch:
+
+$$g \leftarrow g \cdot \min\!\Big(1, \frac{c}{\sqrt{\sum_{r} \lVert g^{(r)} \rVert^2}}\Big)$$
+
+**The order.** Make the `Accelerator` first: it starts the process group, and `wrap` shards over the
+ranks that are there. Then shard, build the optimizer, and call `prepare`. The names are the same in
+every loop:
+
+```
+accelerator = Accelerator()
+model = wrap(model.to(accelerator.device), LlamaDecoderLayer)
+optimizer = Zero3Optimizer(model, lr=1e-4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+```
+
+**Mixed precision.** `mixed_precision="bf16"` takes a model in bf16, whose fp32 masters the
+optimizer has. accelerate would compute an fp32 model under autocast. Autograd then keeps a bf16
+copy of each weight until backward, on every rank: $2\Psi$ bytes that no sharding divides. So that
+is an error. fp16 with torch's `GradScaler` is one too: a model in fp16 and
+`Zero3Optimizer(loss_scale="dynamic")` do it here, and `backward` scales the loss.
+
+**Run this**: the first program of [Use it in your loop](../../docs/loop.md).
+
+**Not covered, and what that costs**: tensor parallelism and pipelines, because the loader would
+have to give some ranks the same rows. `accumulate` holds back full gradients until the last
+micro-batch, as `Zero3Optimizer.no_sync` does, 4 bytes for each fp32 parameter on every rank.
+`GradientAccumulationPlugin(sync_each_batch=True)` reduces after each micro-batch. A checkpoint's
+shards are complete or absent, but accelerate writes its own files beside them one by one. Each
+folder that a run saves to stays locked, and costs one open file. An optimizer of torch's on shards
+is saved right only if its model went through `prepare` too.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import nn
+
+from zero3.checkpoint.save_load import load, save
+from zero3.guards.moments import own_modules
+from zero3.guards.options import expect
+from zero3.optimizer.stage3 import Zero3Optimizer
+from zero3.sharded import Sharded, ShardedModel, comm_of
+from zero3.whole_model.wrap import Zero3Model
+
+# Runs in which another library shards the model, or compiles it.
+_OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM,
+           DistributedType.XLA)
+
+
+class Accelerator(accelerate.Accelerator):
+    """
+    ## Accelerator
+
+    It takes the arguments of accelerate's. Models that are not sharded are treated as there.
+    """
+
+    # Those that went through `prepare`.
+    _models: list[nn.Module]
+    _optimizers: list[AcceleratedOptimizer]
+
+    def __init__(self, *args, **kwargs) -> None:
+        """
+        ### Refuse what cannot be right with shards
+
+        Raises `RuntimeError` for fp16 and fp8, for another library that shards the model, and for
+        `torch.compile` of the whole model.
+        """
+        super().__init__(*args, **kwargs)
+        # The sharded models and their optimizers, while a state is saved or loaded.
+        self._pairs: list[tuple[ShardedModel, torch.optim.Optimizer | None]] = []
+        self.register_save_state_pre_hook(self._save_shards)
+        self.register_load_state_pre_hook(self._load_shards)
+        self._expect(self.mixed_precision in ("no", "bf16"), "cannot scale the loss of shards",
+                     "`mixed_precision` of \"no\" or \"bf16\"", repr(self.mixed_precision),
+                     "for fp16 call `model.half()` before `wrap`, and pass "
+                     "`loss_scale=\"dynamic\"` to `Zero3Optimizer`")
+        is_plain = self.distributed_type not in _OTHERS and self.parallelism_config is None
+        self._expect(is_plain, "cannot shard what another library shards", "no plugin of FSDP, "
+                     "DeepSpeed or Megatron-LM, and no `parallelism_config`",
+                     self.distributed_type.value, "leave them out, also in the file that "
+                     "`accelerate config` has written")
+        backend = self.state.dynamo_plugin.backend
+        self._expect(backend == DynamoBackend.NO, "cannot compile a sharded model from outside",
+                     "no `dynamo_backend`", backend.value, "shard the model by `zero3.compile`")
+
+    def _expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None:
+        """
+        #### Raise `RuntimeError` unless this is good
+        """
+        expect(good, f"rank {self.process_index}: the Accelerator {what}", expected, got, cure,
+               RuntimeError)
+
+    # ----------------------------------------------------------------------------------- prepare
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None,
+                      evaluation_mode: bool = False) -> nn.Module:
+        """
+        ### Take a sharded model as it is
+
+        DDP would broadcast rank 0's shards over those of the others. `prepare` calls this.
+
+        Raises `RuntimeError` if the model is not sharded over all ranks, is on another device, or
+        is not in the precision that was asked for.
+        """
+        if not isinstance(model, ShardedModel):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        ranks = comm_of(model).divisor
+        self._expect(ranks == self.num_processes, "cannot feed this model",
+                     f"gradients that are means over all {self.num_processes} ranks",
+                     f"over {ranks}", "make the `Accelerator` before `wrap`, because it starts "
+                     "the other ranks; and pass no mesh that splits layers or stages")
+        devices = {layer.device.type for layer in model.sharded_layers}
+        self._expect(devices == {self.device.type}, "cannot move a sharded model",
+                     f"shards on {self.device}", sorted(devices),
+                     "call `model.to(accelerator.device)` before `wrap`")
+        dtypes = {flat.full.dtype for layer in model.sharded_layers for flat in layer.flats}
+        is_right = self.mixed_precision == "no" or torch.bfloat16 in dtypes
+        self._expect(is_right, "cannot train this model in mixed precision", "a model in bf16",
+                     sorted(map(str, dtypes)), "call `model.bfloat16()` before `wrap`; "
+                     "`Zero3Optimizer` keeps fp32 masters")
+        if model not in self._models:
+            self._models.append(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer,
+                          device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """
+        ### Take a `Zero3Optimizer`, whose states stay where they are
+
+        accelerate would move them, and read those in files into memory for it.
+        """
+        if not isinstance(optimizer, Zero3Optimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        prepared = Prepared(optimizer, device_placement=False)
+        self._optimizers.append(prepared)
+        return prepared
+
+    # ---------------------------------------------------------------------------------- the step
+
+    def backward(self, loss: torch.Tensor, **kwargs) -> None:
+        """
+        ### Backward pass, of the scaled loss if the optimizer scales it
+
+        * `loss` is a scalar, the mean over this rank's rows of one micro-batch
+        """
+        scaled = self._scaled()
+        if not scaled:
+            super().backward(loss, **kwargs)
+            return
+        self._expect(len(scaled) == 1, "cannot tell whose loss this is", "one optimizer with a "
+                     "loss scale", len(scaled), "call `optimizer.optimizer.backward(loss)` of the "
+                     "one that it is for")
+        scaled[0].backward(loss / self.gradient_accumulation_steps)
+
+    def _scaled(self) -> list[Zero3Optimizer]:
+        """
+        #### The optimizers that scale the loss
+        """
+        return [each.optimizer for each in self._optimizers
+                if isinstance(each, Prepared) and each.optimizer.scaled]
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """
+        ### Hold back the gradients of a micro-batch: `Zero3Optimizer.no_sync`
+
+        `accumulate` calls this for all micro-batches but the last one.
+        """
+        optimizer = optimizer_of(model, self._optimizers)
+        if isinstance(optimizer, Zero3Optimizer):
+            with optimizer.no_sync():
+                yield
+        else:
+            with super().no_sync(model):
+                yield
+
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float,
+                        norm_type: float = 2) -> torch.Tensor | None:
+        """
+        ### Clip the gradient of a model by its norm over all ranks
+
+        * `parameters` are all of a model, or all trainable ones
+
+        Returns the norm before clipping. If the gradients are scaled or rest elsewhere, the step
+        clips them by `Zero3Optimizer(clip_grad_norm=)`, and this returns `None`.
+
+        Raises `RuntimeError` if that is another limit, or if these are a part of the model.
+        """
+        parameters = list(parameters)
+        trained = {each for each in parameters if each.requires_grad}
+        for model in self._models:
+            if isinstance(model, ShardedModel) and trained == {*model.get_trainable_chunk()}:
+                return self._clip(model, max_norm, norm_type)
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def _clip(self, model: ShardedModel, max_norm: float, norm_type: float) -> torch.Tensor | None:
+        """
+        #### Clip now, or make sure that the step does
+        """
+        optimizer = optimizer_of(model, self._optimizers)
+        if not isinstance(optimizer, Zero3Optimizer) or not (
+                optimizer.scaled or optimizer.offload.tier != "device"):
+            return model.clip_grad_norm_(max_norm, norm_type)
+        # Nobody clips by infinity: Hugging Face's `Trainer` asks for the norm like this.
+        same = max_norm == optimizer.clip_grad_norm or max_norm == math.inf
+        self._expect(same, "cannot clip gradients that are scaled or rest elsewhere",
+                     f"`Zero3Optimizer(clip_grad_norm={max_norm})`, which clips in its step",
+                     optimizer.clip_grad_norm, "pass it when you build the optimizer")
+        return None
+
+    def clip_grad_value_(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+        """
+        ### Clip each element of a gradient
+
+        Raises `RuntimeError` if the gradients are scaled: nearly all elements would be clipped.
+        """
+        self._expect(not self._scaled(), "cannot clip scaled gradients by value", "a loss without "
+                     "a scale", "`loss_scale=`", "train in bf16, or clip by the norm")
+        super().clip_grad_value_(parameters, clip_value)
+
+    # --------------------------------------------------------------------------- saving and loading
+
+    def save_state(self, *args, **kwargs) -> Any:
+        """
+        ### Save all that `prepare` has seen: shards by `zero3.save`, the rest by accelerate
+
+        All ranks call it. The state loads on any number of ranks.
+        """
+        with self._plain_only():
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args, **kwargs) -> None:
+        """
+        ### Load what `save_state` has saved
+
+        All ranks call it.
+        """
+        with self._plain_only():
+            super().load_state(*args, **kwargs)
+
+    @contextmanager
+    def _plain_only(self) -> Iterator[None]:
+        """
+        #### Hide sharded models and their optimizers from accelerate
+
+        It would write the optimizer states of rank 0 alone.
+        """
+        models = self._models
+        optimizers = self._optimizers
+        self._pairs = [(model, optimizer_of(model, self._optimizers)) for model in models
+                       if isinstance(model, ShardedModel)]
+        found = [optimizer for _, optimizer in self._pairs]
+        plain = [each for each in optimizers if each.optimizer not in found]
+        lost = [each for each in plain if isinstance(each, Prepared)]
+        self._expect(not lost, "cannot save or load an optimizer alone", "its model, as "
+                     "`prepare` has returned it", f"{len(lost)} of unknown models",
+                     "pass both to `prepare`: what `wrap` has returned, and an optimizer on it")
+        self._models = [each for each in models if not isinstance(each, ShardedModel)]
+        self._optimizers = plain
+        try:
+            yield
+        finally:
+            self._models = models
+            self._optimizers = optimizers
+
+    def _save_shards(self, models: list, weights: list, folder: str) -> None:
+        """
+        #### A hook: save the shards, beside what accelerate saves
+        """
+        for i, (model, optimizer) in enumerate(self._pairs):
+            save(Path(folder) / f"zero3_{i}", model, optimizer, step=self.save_iteration, keep=1)
+
+    def _load_shards(self, models: list, folder: str) -> None:
+        """
+        #### A hook: load the shards, before accelerate loads the rest
+        """
+        for i, (model, optimizer) in enumerate(self._pairs):
+            load(Path(folder) / f"zero3_{i}", model, optimizer)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """
+        ### The whole model's parameters and buffers, in CPU memory of the main process
+
+        All ranks call it, because each layer in turn is all-gathered. The others get an empty
+        dict. `model.save` writes files without ever having more than a layer in memory.
+        """
+        if not isinstance(model, ShardedModel):
+            return super().get_state_dict(model, unwrap)
+        return whole_weights(model, self.is_main_process)
+
+
+def optimizer_of(model: nn.Module, prepared: list[AcceleratedOptimizer]
+                 ) -> torch.optim.Optimizer | None:
+    """
+    ## The optimizer of a sharded model, if it went through `prepare`
+    """
+    shards = {*model.get_trainable_chunk()} if isinstance(model, ShardedModel) else set()
+    for each in prepared:
+        optimizer = each.optimizer
+        if isinstance(optimizer, Zero3Optimizer) and optimizer.model is model:
+            return optimizer
+        if not shards.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+            return optimizer
+    return None
+
+
+def whole_weights(model: ShardedModel, here: bool) -> dict[str, torch.Tensor]:
+    """
+    ## The parameters and buffers of a model, in CPU memory
+
+    * `here` says whether this rank wants them; all ranks call it (an all-gather for each layer)
+    """
+    found: dict[str, torch.Tensor] = {}
+    # A parameter with several names is copied once.
+    copies: dict[nn.Parameter, torch.Tensor] = {}
+    for prefix, layer in model.named_layers():
+        with layer.full_params() as params:
+            if not here:
+                continue
+            for name, param in params.items():
+                if param not in copies:
+                    copies[param] = param.detach().to("cpu", copy=True)
+                found[prefix + name] = copies[param]
+        for path, module in own_modules(layer.module):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    found[prefix + path + name] = buffer.to("cpu", copy=True)
+    # Names that a layer does not know, of parameters that it shares with others.
+    tied = getattr(model, "tied", {})
+    return found | {name: copies[param] for name, param in tied.items() if param in copies}
+
+
+@contextmanager
+def plain_modules(model: Zero3Model) -> Iterator[nn.Module]:
+    """
+    ## The modules of a whole model as they were, without units in between
+
+    `save_pretrained` of PEFT goes through the modules to find the names of adapters. With units in
+    between it would find none, and write an empty file. So pass it the weights, and call it inside:
+
+    ```
+    weights = accelerator.get_state_dict(model)
+    with plain_modules(model) as plain:
+        if accelerator.is_main_process:
+            plain.save_pretrained("folder", state_dict=weights)
+    ```
+
+    The model cannot compute inside.
+    """
+    plain = model.module.module
+    places = [(owner, name, child) for owner in plain.modules()
+              for name, child in owner._modules.items() if isinstance(child, Sharded)]
+    for owner, name, unit in places:
+        owner._modules[name] = unit.module
+    try:
+        with ExitStack() as shown:
+            for unit in model.units:
+                # Somebody may ask parameters for their data type.
+                shown.enter_context(unit.guard)
+            yield plain
+    finally:
+        for owner, name, unit in places:
+            owner._modules[name] = unit
+
+
+class Prepared(AcceleratedOptimizer):
+    """
+    ## A `Zero3Optimizer`, as `prepare` returns it
+
+    It steps only after the last micro-batch, and says whether the step was skipped. accelerate's
+    scheduler does not advance then.
+    """
+
+    was_skipped = False
+
+    def step(self, closure: Any = None) -> None:
+        """
+        ### Step, if this was the last micro-batch
+        """
+        before = self.optimizer.skipped_steps
+        super().step(closure)
+        self.was_skipped = self.optimizer.skipped_steps > before
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return self.was_skipped
