@@ -230,7 +230,8 @@ def wrap(peer, layers, device, mesh=None):
     """
     layers, whole = [layer.to(device) for layer in layers], nn.Sequential(*layers)
     peer, _, rule = peer.partition("-")
-    matrices = rule and Matrices(whole, lr=1e-3, adjust_lr_fn="match_rms_adamw")
+    # "fsdp2-compile" has another rule.
+    matrices = rule == "muon" and Matrices(whole, lr=1e-3, adjust_lr_fn="match_rms_adamw")
     if peer == "zero3":
         model = Zero3Sequential([Zero3Layer(layer, mesh=mesh) for layer in layers])
     elif peer == "wrap":
