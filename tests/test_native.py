@@ -27,7 +27,7 @@ from zero3.in_flight import in_flight
 from zero3.train import launch
 
 # Those take seconds to build, and train as the others do.
-WHOLES = [name for name in wholes.WHOLES if name not in ("GPT2", "Llama", "Vision")]
+WHOLES = [name for name in wholes.WHOLES if name not in ("GPT2", "Llama", "T5", "Vision")]
 
 
 @contextmanager

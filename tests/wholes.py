@@ -377,7 +377,7 @@ class Vision(Whole):
 
 
 class HuggingFace(Whole):
-    """A causal language model of Hugging Face's, from a configuration"""
+    """A language model of Hugging Face's, from a configuration"""
 
     def __init__(self, which):
         # A test extra, and seconds to import.
@@ -391,6 +391,13 @@ class HuggingFace(Whole):
                 vocab_size=TOKENS, n_positions=32, n_embd=8, n_layer=3, n_head=2, attn_pdrop=0.0,
                 embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0)
             self.model = transformers.GPT2LMHeadModel(config)
+        elif which == "t5":
+            from transformers.models.t5.modeling_t5 import T5Block as Block
+
+            config = transformers.T5Config(
+                vocab_size=TOKENS, d_model=8, d_kv=4, d_ff=9, num_layers=2, num_heads=2,
+                dropout_rate=0.0, decoder_start_token_id=0)
+            self.model = transformers.T5ForConditionalGeneration(config)
         else:
             from transformers.models.llama.modeling_llama import LlamaDecoderLayer as Block
 
@@ -418,10 +425,16 @@ class Llama(HuggingFace):
         super().__init__("llama")
 
 
+class T5(HuggingFace):
+    def __init__(self):
+        super().__init__("t5")
+
+
 WHOLES = {cls.__name__: cls for cls in (
     Plain, Tied, TiedBetweenUnits, TiedToTheRoot, External, ExternalSiblings, EncoderDecoder,
     Branches, Mixture, MixtureFirst, Adapters, Nested, Recomputed, RecomputedReentrant,
-    RecomputedTwice, RecomputedInOne, FrozenBetween, SharedModules, NoRest, Vision, GPT2, Llama)}
+    RecomputedTwice, RecomputedInOne, FrozenBetween, SharedModules, NoRest, Vision, GPT2, Llama,
+    T5)}
 
 
 def tokens(step, rows):

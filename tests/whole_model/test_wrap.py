@@ -47,7 +47,7 @@ from zero3.whole_model.units import Trace
 from zero3.whole_model.wrap import continue_tokens, main
 
 # They compute their loss in fp32, whatever the model computes in.
-NEARLY = {"GPT2": 1e-5, "Llama": 1e-5}
+NEARLY = {"GPT2": 1e-5, "Llama": 1e-5, "T5": 1e-5}
 
 
 def mine(ids):
@@ -79,7 +79,7 @@ def test_whole_models_train_like_plain_pytorch(world_size):
     """
     Three steps of each model in `wholes.py`: tied embeddings, an encoder and decoder, branches, a
     layer called twice, experts chosen by each rank's data, frozen and trainable parameters mixed,
-    recomputation, labml_nn's vision transformer, GPT-2 and Llama of Hugging Face.
+    recomputation, labml_nn's vision transformer, GPT-2, Llama and T5 of Hugging Face.
     Proves I1, I2, `wrap`, `_Wrapping._unit`, `_places`, `_Wrapping`, `_Wrapping.units_of`,
     `Unit.leave`.
     """
