@@ -152,8 +152,8 @@ def all_wholes(folder, micro):
 def test_every_whole_model_has_the_same_bits_with_its_activations_in_files(world_size, micro,
                                                                            tmp_path):
     """
-    GPT-2, Llama and T5 of transformers, encoders with decoders, branches, mixtures, recomputation; with
-    two micro-batches, each twice backward through its graph.
+    GPT-2, Llama and T5 of transformers, encoders with decoders, branches, mixtures, recomputation;
+    with two micro-batches, each twice backward through its graph.
     Proves I1, I8, `wrap`, `Order.begin`, `Order.enter`, `Visit.rest`.
     """
     for found, visits, known in run(all_wholes, world_size, str(tmp_path), micro):
