@@ -31,7 +31,7 @@ from tests import nodes
 from tests.beside.loops import replaced
 from tests.docs.test_readme import as_main
 from tests.ranks import run
-from tests.train.test_job import SMALL
+from tests.train.test_job import SMALL, run_job
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, save
 from zero3.train.job import parse_args
 
@@ -40,8 +40,7 @@ PAGE = ROOT.joinpath("docs/clusters.md").read_text(encoding="utf-8")
 MACHINES, SLURM = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 (KUBERNETES,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 LINKS, DATA = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-OPTIONS = [*SMALL, "--device", "cpu", "--eval-every", "2", "--sample", "1"]
-SHORT = [*OPTIONS, "--steps", "4"]
+OPTIONS = ("--eval-every", "2", "--sample", "1")
 # The hostname and the table of hosts of a machine are of the process that starts there.
 MACHINE = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 SRUN = '#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift; done\nexec "$@"\n'
@@ -69,6 +68,12 @@ def slurm(folder, *options):
     env["PATH"] = f"{folder}:{env['PATH']}"
     return subprocess.Popen(["bash", "mine.sbatch", *options], cwd=folder, env=env, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def agent_of(process):
+    """torchrun's process, which was `srun` before"""
+    (agent,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(agent)
 
 
 def free_job():
@@ -110,15 +115,14 @@ def test_a_shell_file_parses(text):
 
 def test_two_machines_train_to_the_losses_of_one_machine(machines, tmp_path):
     """
-    The same command on both, and the Slurm file with two ranks on one: the same bits. Breaks where
-    the command lacks the rendezvous, or where `node-0` does not find out that it keeps the store.
+    The same command on both, and two ranks of one machine: the same bits. Breaks where the command
+    lacks the rendezvous, or where `node-0` does not find out that it keeps the store.
     Proves I1, `fresh_store`, `job.main`.
     """
     two, one = tmp_path / "two", tmp_path / "one"
-    one.mkdir()
     (tmp_path / "mine.sh").write_text(replaced(
         MACHINES, ("--nproc-per-node=8", "--nproc-per-node=1"), ("/shared/mine", str(two))
-    ).rstrip() + f" {shlex.join(SHORT)}\n")
+    ).rstrip() + f" {shlex.join([*SMALL, *OPTIONS, '--device', 'cpu', '--steps', '4'])}\n")
     started = [subprocess.Popen([*machine, "bash", "mine.sh"], cwd=tmp_path, text=True,
                                 # No name server can be reached from there.
                                 env=environment(RES_OPTIONS="timeout:1 attempts:1"),
@@ -131,10 +135,9 @@ def test_two_machines_train_to_the_losses_of_one_machine(machines, tmp_path):
     finally:
         for process in started:
             process.kill()
-    process = slurm(one, *SHORT)
-    told, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, told
-    assert len(losses(two)) == 4 and losses(two) == losses(one / "mine")
+    done = run_job(one, *OPTIONS, "--steps", "4")
+    assert done.returncode == 0, done.stderr
+    assert len(losses(two)) == 4 and losses(two) == losses(one)
 
 
 def test_a_preempted_job_saves_and_the_same_file_resumes(tmp_path):
@@ -143,35 +146,29 @@ def test_a_preempted_job_saves_and_the_same_file_resumes(tmp_path):
     they have saved.
     Proves I10, `signals`, `take_up`, `Job.train_and_finish`.
     """
-    def read_until(words):
-        line = ""
-        while words not in line:
-            line = process.stdout.readline()
-            told.append(line)
-            assert line, "".join(told)
-        return line
-
     told = []
-    for words in ("; the same command resumes from there", "resumes from "):
-        process = slurm(tmp_path, *OPTIONS, "--steps", "100000")
+    for ends, words in ((signal.SIGTERM, "; the same command resumes from there"),
+                        (signal.SIGKILL, ": resumes from ")):
+        process = slurm(tmp_path, *SMALL, *OPTIONS, "--device", "cpu", "--steps", "100000")
+        trains = False
         try:
-            if words.startswith(";"):
-                read_until("bits/byte")
-                # `srun` is torchrun by now.
-                (agent,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(
-                    ).split()
-                os.kill(int(agent), signal.SIGTERM)
-            line = read_until(words)
-            assert int(re.match(r"step (\d+): ", line)[1]) >= 2
-            if words.startswith(";"):
+            for line in process.stdout:
+                told.append(line)
+                if ends == signal.SIGTERM and "bits/byte" in line and not trains:
+                    trains = True
+                    os.kill(agent_of(process), ends)
+                if words in line:
+                    break
+            assert words in told[-1], "".join(told)
+            assert int(re.match(r"step (\d+): ", told[-1])[1]) >= 2
+            if ends == signal.SIGTERM:
                 process.communicate(timeout=60)
                 assert process.returncode
-                continue
-            (agent,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(agent), signal.SIGKILL)
         finally:
-            process.kill()
-            process.communicate(timeout=10)
+            if process.poll() is None:
+                # Its ranks end with it.
+                os.kill(agent_of(process), signal.SIGKILL)
+                process.communicate(timeout=10)
 
 
 def test_the_kubernetes_file_starts_the_command_of_two_machines():
@@ -209,10 +206,10 @@ def test_the_kubernetes_file_starts_the_command_of_two_machines():
             config, *_ = torchrun.config_from_args(args)
         ours = parse_args(args.training_script_args)
         assert (args.module, args.training_script) == (True, "zero3.train")
-        found.append((config.min_nodes, config.max_nodes, config.nproc_per_node, config.rdzv_backend,
-                      config.max_restarts, ours))
+        found.append((config.nproc_per_node, config.min_nodes, config.max_nodes,
+                      config.rdzv_backend, config.max_restarts, ours))
     assert found[0] == found[1]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": found[0][2]}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": found[0][0]}
 
 
 # -------------------------------------------------------------------------------- folders and links
@@ -278,6 +275,11 @@ def uneven(what, folder):
         if rank and what == "barrier":
             dist.barrier()
     except RuntimeError as error:
+        if what in ("saves", "barrier"):
+            # Neither finds out from the other one's end.
+            Path(folder, f"waited-{rank}").touch()
+            while not Path(folder, f"waited-{1 - rank}").exists():
+                time.sleep(0.01)
         return steps, str(error)
     finally:
         dist.destroy_process_group()
