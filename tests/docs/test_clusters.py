@@ -229,7 +229,7 @@ def saved_apart(folder):
 def test_a_folder_that_machines_do_not_share_is_an_error_on_all_ranks(tmp_path):
     """
     It says on which rank. Breaks where a rank makes the folder for itself.
-    Proves `save`.
+    Proves `save_load.save`.
     """
     for text in run(saved_apart, 2, tmp_path):
         assert "cannot be saved to checkpoints" in text and "on rank 1" in text, text
