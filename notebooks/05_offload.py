@@ -88,8 +88,9 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from zero3.estimate.formulas import activations, describe, efficiency, places
+from zero3.estimate.formulas import describe, efficiency, places
 from zero3.estimate.predict import predict
+from zero3.estimate.saved import activations
 from zero3.offload.disk import whole_blocks
 from zero3.offload.tiers import Offload
 from zero3.train import report

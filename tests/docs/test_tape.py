@@ -28,7 +28,7 @@ from docs.views import (
     DARK,
     alone,
 )
-from zero3.estimate.formulas import activations
+from zero3.estimate.saved import activations
 from zero3.train import launch
 
 PACKAGE = Path(zero3.__file__).parent

@@ -259,7 +259,7 @@ def test_a_stopped_rank_ends_the_run_after_the_timeout_and_a_killed_torchrun_tak
     without `timeout=` in `connect`, or without `end_with_parent`.
     Proves `run.Ranks.connect`, `run.Ranks.waits`, `end_with_parent`, `tell_failure`.
     """
-    process = started(tmp_path, "--steps", "100000", "--eval-every", "2", "--timeout", "4")
+    process = started(tmp_path, "--steps", "100000", "--eval-every", "2", "--timeout", "10")
     try:
         wait_for(lambda: "step " in process.stdout.readline(), process)
         ranks = workers(process)

@@ -991,7 +991,7 @@ def generate_with_hugging_face(name):
     return torch.equal(expected, got), torch.equal(*beams), got.shape[1] - LENGTH
 
 
-@pytest.mark.parametrize("name", NEARLY)
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
 def test_generate_uses_hugging_faces_own(name):
     """
     With its cache, greedy and with beams; rank 0 is done three tokens before rank 1.
