@@ -505,11 +505,11 @@ def test_a_weight_of_another_unit_stays(tmp_path):
 
 def test_small_storages_stay(tmp_path):
     """
-    By default below 1 MiB.
+    By default below a quarter of a MiB.
     Proves `Activations`.
     """
     model = chain(Activations(Offload("nvme", tmp_path)))
-    for rows, out_bytes in ((4095, 0), (4096, 8 * 4096 * WIDTH * 4)):
+    for rows, out_bytes in ((1023, 0), (1024, 8 * 1024 * WIDTH * 4)):
         with Ledger(model) as tape:
             model(torch.ones(rows, WIDTH)).sum().backward()
         assert tape.out_bytes == out_bytes

@@ -84,15 +84,15 @@ class Activations:
     Whatever takes `activations=` takes one of these, or an `Offload`, or "cpu".
 
     * `offload` is the tier; pass one object to all layers, so that they share its files
-    * `below_bytes`: storages with fewer bytes stay. Below 1 MiB, beginning the requests took longer
-      than moving the bytes
+    * `below_bytes`: storages with fewer bytes stay. To begin its requests would take longer than to
+      move the bytes
     * `keep` is how many of the calls that came last stay in memory
 
     Raises `ValueError` if these do not fit together.
     """
 
     offload: Offload | str = "cpu"
-    below_bytes: int = 1 << 20
+    below_bytes: int = 1 << 18
     keep: int = 1
     to: Offload = field(init=False)
 
