@@ -245,7 +245,7 @@ class Accelerator(accelerate.Accelerator):
 
     # --------------------------------------------------------------------------- saving and loading
 
-    def save_state(self, *args, **kwargs) -> Any:
+    def save_state(self, *args, **kwargs) -> object:
         """
         ### Save all that `prepare` has seen: shards by `zero3.save`, the rest by accelerate
 

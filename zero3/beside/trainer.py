@@ -148,7 +148,7 @@ class Trainer(transformers.Trainer):
 
     # ---------------------------------------------------------------------------------- checkpoints
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         """
         #### Write the model for `from_pretrained`, or the adapters of a PEFT model
 
@@ -170,7 +170,7 @@ class Trainer(transformers.Trainer):
         save(Path(output_dir) / FOLDER, self.model, self.optimizer.optimizer,
              step=self.state.global_step, extra=self.lr_scheduler.state_dict(), keep=1)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         """
         #### Nothing yet: the weights are loaded with the states, once there is an optimizer
         """
@@ -190,7 +190,7 @@ class Trainer(transformers.Trainer):
         """
         self._load(self.state.best_model_checkpoint)
 
-    def _load(self, checkpoint: str) -> Any:
+    def _load(self, checkpoint: str) -> object:
         """
         #### Load our part of a checkpoint, and return the scheduler's state
         """
