@@ -108,7 +108,7 @@ def five_steps():
     plain = nn.Sequential(*layers())
     hidden = [p for name, p in plain.named_parameters() if rule(name, p)]
     others = [p for name, p in plain.named_parameters() if not rule(name, p)]
-    both = [torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(others, lr=1e-3)]
+    both = [torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(others, lr=1e-3, fused=True)]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(5):
         rows = batch(step, ranks)
@@ -140,17 +140,17 @@ for name, owner in owners.items():
     print(f"{name}: stepped by rank {owner}")
 held = [elements for _, _, elements, _ in every]
 print(f"\nelements of momentum on each rank: {held}, {sum(held):,} in all")
-print(f"as in plain PyTorch, to 0.01: {max(worst for *_, worst in every) < 1e-2}")
+print(f"largest difference from plain PyTorch: {max(worst for *_, worst in every):g}")
 assert sum(held) == 4 * 64 * 64 and max(held) == -(-4 // N) * 64 * 64
-assert max(worst for *_, worst in every) < 1e-2
+exact = N in (1, 2, 4) and not torch.cuda.is_available()
+assert max(worst for *_, worst in every) <= (0 if exact else 1e-2)
 
 # %% [markdown]
 # **Measured**: each matrix has one owner, and all ranks hold its momentum together once. That is
-# $\frac{1}{N}$ each, if $N$ divides the number of matrices. The weights are
-# those of plain PyTorch, which adds the ranks' parts of the batch in the same order; on most
-# processors to the last bit. Where a product of matrices depends on their place in memory, or NCCL
-# adds in another order, they differ a little: Muon computes in bf16, so a last bit of a gradient
-# can move the eighth bit of a step.
+# $\frac{1}{N}$ each, if $N$ divides the number of matrices. The weights have the same bits as in
+# plain PyTorch, which adds the ranks' parts of the batch in the same order, and steps with the same
+# fused AdamW. NCCL adds in another order. Then the weights differ a little: Muon computes in bf16,
+# so a last bit of a gradient can move the eighth bit of a step.
 #
 # ## What it costs
 #

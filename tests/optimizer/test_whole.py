@@ -411,7 +411,7 @@ def in_stages(shape):
     pipeline = Pipeline(layers, mesh, loss_fn=lambda out, y: out.square().mean(), micro_batches=2)
     optimizer = Zero3Optimizer(pipeline, group_by=rule, **ADAMW)
     for step in range(5):
-        rows = tokens(step).view(4, 3)
+        rows = tokens(step).view(4, -1)
         mine = rows.chunk(shape[1])[mesh["shard"].get_local_rank()]
         pipeline.train_batch(mine, mine, optimizer)
         optimizer.step()
@@ -853,7 +853,9 @@ def test_a_scheduler_reaches_all_optimizers():
 
 
 def tokens(step):
-    return torch.randint(32, (12,), generator=torch.Generator().manual_seed(step))
+    # Each of up to four ranks has a multiple of four rows. With others, the bits of a product with a
+    # matrix of one row depend on where it begins, on some processors.
+    return torch.randint(32, (48,), generator=torch.Generator().manual_seed(step))
 
 
 def train(model, optimizer, first, last):
@@ -955,16 +957,15 @@ def plain_continues(folder):
         train(model, optimizer, step, step + 1)
         reference.step([[rows] for rows in tokens(step).chunk(dist.get_world_size())], 1.0)
     found = masters_of(optimizer)
-    return [name for name, master in reference.masters.items()
-            if not torch.allclose(found[name], master, rtol=0, atol=1e-6)]
+    return [name for name in reference.masters
+            if not torch.equal(found[name], reference.masters[name])]
 
 
 def test_plain_pytorch_goes_on_from_a_checkpoint(tmp_path):
     """
     `torch.optim.Muon` and `AdamW` take momentum and counts as they are in the checkpoint of three
-    ranks, by name and in whole shapes. One, two, three and four ranks go on to the same weights, on
-    the mean gradient of as many. Not always to the same bits: on some processors those of a product
-    of three rows depend on where the weights begin.
+    ranks, by name and in whole shapes. One, two, three and four ranks go on to the same bits, on
+    the mean gradient of as many.
     """
     run(saves, 3, tmp_path, {"group_by": by_shape})
     for world_size in (1, 2, 3, 4):
