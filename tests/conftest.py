@@ -18,12 +18,12 @@ import pytest
 # `test_restarts` mostly waits, so it runs beside the file that computes most.
 LONGEST = ("test_compiler", "test_away", "test_tensor_parallel", "test_compression",
            "test_together", "test_wrap", "test_trainer", "test_links_bytes", "test_restarts",
-           "test_tiers", "test_stages_bytes", "test_notebooks", "test_site", "test_inject",
-           "test_job", "test_stage3", "test_save_load", "test_survival", "test_bench",
-           "test_streams", "test_equality", "test_exercises", "test_gradients",
-           "test_convert", "test_inputs", "test_cases", "test_ladder", "test_mutations",
-           "test_readme", "test_nodes", "test_ranks", "test_native", "test_launch",
-           "test_sharded")
+           "test_tiers", "test_activations", "test_whole", "test_stages_bytes", "test_notebooks",
+           "test_site", "test_inject", "test_fraction", "test_clusters", "test_job", "test_stage3",
+           "test_save_load", "test_survival", "test_bench", "test_streams", "test_equality",
+           "test_exercises", "test_gradients", "test_convert", "test_inputs", "test_cases",
+           "test_ladder", "test_mutations", "test_readme", "test_nodes", "test_ranks",
+           "test_native", "test_launch", "test_sharded")
 
 
 def pytest_collection_modifyitems(items):

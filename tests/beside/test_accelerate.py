@@ -89,6 +89,11 @@ def small(**kwargs):
     return wrap(plain(), nn.Sequential, **kwargs)
 
 
+def holds_gradients(model):
+    """Whether full gradients wait for a later micro-batch"""
+    return any(flat.grad is not None for layer in model.sharded_layers for flat in layer.flats)
+
+
 def parts(folder):
     """Each call alone"""
     from accelerate.utils import GradientAccumulationPlugin
@@ -105,8 +110,7 @@ def parts(folder):
     for each in range(2):
         with accelerator.accumulate(model):
             accelerator.backward(model(x).sum())
-            found["held", each] = any(flat.grad is not None for layer in model.sharded_layers
-                                      for flat in layer.flats)
+            found["held", each] = holds_gradients(model)
             optimizer.step()
     model.zero_grad()
     found["part"] = clipping_a_part(accelerator, model, x)
@@ -121,8 +125,7 @@ def parts(folder):
     for each in range(2):
         with accelerator.accumulate(model):
             accelerator.backward(model(x).sum())
-            found["each", each] = any(flat.grad is not None for layer in model.sharded_layers
-                                      for flat in layer.flats)
+            found["each", each] = holds_gradients(model)
     model.zero_grad()
     accelerator.free_memory()
     found["three"] = three_weights(made())

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zero3
+from tests.offload.test_tiers import equal
 from tests.ranks import run
 from tests.streams import Accelerator
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
@@ -78,10 +79,6 @@ def everything(model, optimizer):
                 found.append(torch.cat([value.view(-1) for value in values])
                              if values[0].ndim else torch.stack(values).unique())
     return [each.clone() for each in found]
-
-
-def equal(one, other):
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def files(folder, fraction, **options):

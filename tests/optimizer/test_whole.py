@@ -853,8 +853,8 @@ def test_a_scheduler_reaches_all_optimizers():
 
 
 def tokens(step):
-    # Each of up to four ranks has a multiple of four rows. With others, the bits of a product with a
-    # matrix of one row depend on where it begins, on some processors.
+    # Each of up to four ranks has a multiple of four rows. With others, the bits of a product with
+    # a matrix of one row depend on where it begins, on some processors.
     return torch.randint(32, (48,), generator=torch.Generator().manual_seed(step))
 
 

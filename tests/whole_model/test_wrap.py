@@ -912,7 +912,7 @@ def saved(folder):
 def test_a_saved_model_opens_without_us_and_comes_back(tmp_path):
     """
     `save` writes what `safetensors` reads, each parameter once, with an index whose size is right.
-    Proves `materialise.save`, `Zero3Model.save`, `Unit.full_name`.
+    Proves `materialise.save`, `buffers_of`, `Zero3Model.save`, `Unit.full_name`.
     """
     expected = run(saved, 2, str(tmp_path / "new"))[0]
     index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())

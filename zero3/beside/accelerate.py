@@ -61,10 +61,10 @@ from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
 from zero3.checkpoint.save_load import load, save
-from zero3.guards.moments import own_modules
 from zero3.guards.options import expect
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.sharded import Sharded, ShardedModel, comm_of
+from zero3.whole_model.materialise import buffers_of
 from zero3.whole_model.wrap import Zero3Model
 
 # Runs in which another library shards the model, or compiles it.
@@ -346,10 +346,8 @@ def whole_weights(model: ShardedModel, here: bool) -> dict[str, torch.Tensor]:
                 if param not in copies:
                     copies[param] = param.detach().to("cpu", copy=True)
                 found[prefix + name] = copies[param]
-        for path, module in own_modules(layer.module):
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    found[prefix + path + name] = buffer.to("cpu", copy=True)
+        for name, buffer in buffers_of(layer.module).items():
+            found[prefix + name] = buffer.to("cpu", copy=True)
     # Names that a layer does not know, of parameters that it shares with others.
     tied = getattr(model, "tied", {})
     return found | {name: copies[param] for name, param in tied.items() if param in copies}

@@ -334,11 +334,18 @@ def _tensors_of(unit: Any, params: dict[str, nn.Parameter]) -> dict[str, torch.T
     first = {p: name for name, p in reversed(params.items())}
     found = {unit.full_name(name): p.detach()
              for p, name in first.items()}
-    for prefix, module in own_modules(unit.module):
-        found |= {unit.full_name(prefix + name): buffer
-                  for name, buffer in module._buffers.items()
-                  if buffer is not None and name not in module._non_persistent_buffers_set}
-    return found
+    return found | {unit.full_name(name): buffer
+                    for name, buffer in buffers_of(unit.module).items()}
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """
+    ## The persistent buffers of a layer's module, without those of layers inside it
+    """
+    return {prefix + name: buffer
+            for prefix, owner in own_modules(module)
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and name not in owner._non_persistent_buffers_set}
 
 
 def _mark(tensor: torch.Tensor) -> None:
