@@ -22,7 +22,8 @@ $$\text{elements in the tier} = \min\left(n,
 In fp32 that is a block of a disk, so a file has no more bytes than the fraction needs. And the norm
 adds squares in such blocks (`norm_of`), so clipping computes the same bits with any fraction.
 
-[ZeRO-Offload++](https://www.deepspeed.ai/tutorials/zero-offload/) calls it twin flow.
+[ZeRO-Offload++](https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/blogs/deepspeed-offloadpp/README.md)
+calls it Twin-Flow.
 
 **Run this**: `python -m pytest tests/offload/test_fraction.py`.
 
