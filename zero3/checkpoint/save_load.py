@@ -73,7 +73,8 @@ from zero3.checkpoint.reader import (
     remove,
     steps,
 )
-from zero3.comm.collectives import Communicator
+from zero3.comm.collectives import ALONE, Communicator
+from zero3.comm.order import Listener, Silence
 from zero3.guards.command_line import one_line
 from zero3.guards.options import same
 from zero3.offload.tensors import Broken, FileEntry, Writer
@@ -120,6 +121,16 @@ def save(folder: str | Path,
     return saving
 
 
+class _Caller:
+    """
+    #### Who announces a save or a load to the other ranks
+    """
+
+    label = "the checkpoint"
+    layer_idx = ALONE
+    listener: Listener = Silence()
+
+
 def _all_here(done: str,
               folder: str | Path,
               model: nn.Module,
@@ -134,6 +145,10 @@ def _all_here(done: str,
     others would wait for it forever.
     """
     comm = comm_of(model)
+    if comm.met and not comm.broken:
+        # A rank that is in a step hears of it. Otherwise both would wait until the time-out.
+        for group in comm.groups:
+            comm.begin([group], [_Caller()], "save or load", [], "checkpoint").wait()
     try:
         entries = Entries(model, optimizer)
         mine = {"`optimizer`": entries.optimizer_class if optimizer else None,

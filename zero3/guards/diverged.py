@@ -70,6 +70,8 @@ def told(comm: Sharers, row: list[int]) -> str:
         name = "the gradients"
     else:
         name = "a layer in no chain"
+    if action == "save or load":
+        return f"a {action} of a checkpoint"
     if action == "fault":
         return f"{action} of {name}"
     return f"{action} of {name}, {nbytes} bytes, layers' checksum {mark & _LOWER}"
@@ -88,6 +90,9 @@ def _cure(options: str,
         return (f"give the optimizers of all ranks the same options, which are {options} "
                 "here; a scheduler that follows the loss, as ReduceLROnPlateau does, needs the "
                 "mean loss over all ranks")
+    if ACTIONS.index("save or load") in (mine[1], row[1]):
+        return (f"look for an error on rank {other}; without one, for a rank that has fewer "
+                "batches, or saves alone: all ranks save or load after the same step")
     return (f"look for an error on rank {other}; without one, call the same layers in the same "
             "order on all ranks")
 

@@ -37,7 +37,8 @@ from zero3.guards.options import Named
 
 Thing = TypeVar("Thing")
 # What a rank may be about to do. An announcement has the index in this tuple.
-ACTIONS = ("gather", "reduce", "norm", "fault", "exchange", "gather from the node", "pieces")
+ACTIONS = ("gather", "reduce", "norm", "fault", "exchange", "gather from the node", "pieces",
+           "save or load")
 # The `layer_idx` of a sender that has no place in a chain or a model.
 ALONE = -1
 
