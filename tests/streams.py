@@ -476,8 +476,6 @@ class Accelerator:
         checks["default"] = checks["none"]
         for name in ("frombuffer", "from_file"):
             self.replace(torch, name, self.of_host(getattr(torch, name)))
-        # Marks for a profiler, which a build without CUDA has not.
-        self.replace(torch.cuda.nvtx, "range", contextlib.nullcontext)
         comm: Any = zero3.comm.collectives
         self.replace(torch, "get_device_module", lambda *_: self)
         self.replace(storage, "resize_", resized)

@@ -11,7 +11,7 @@ import json
 import re
 import time
 import weakref
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -1325,21 +1325,6 @@ def test_the_command_line_shows_that_the_order_is_learnt(capsys):
     first, _, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("step 1, forward: fetch 0, compute 0, fetch 1, compute 1, fetch 2,")
     assert second.startswith("step 2, forward: fetch 0, fetch 1, compute 0, fetch 2, compute 1,")
-
-
-def test_profilers_see_ranges_on_cuda_and_nothing_elsewhere(monkeypatch):
-    """
-    Each unit's, by its label; on the CPU nothing is called.
-    Proves `TracedOrder.range_of`, `Unit.forward`.
-    """
-    model, opened = wrap(Plain(depth=1), Layer), []
-    monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: opened.append(name) or nullcontext())
-    model(tokens(0, 1))
-    assert opened == []
-    for unit in model.units:
-        monkeypatch.setattr(unit, "device", torch.device("cuda"))
-    model(tokens(0, 1))
-    assert opened == ["layer 0 (the rest)", "layer 1 (layers_.0)"]
 
 
 # ----------------------------------------------------------------------------------- memory limit

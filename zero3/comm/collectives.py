@@ -62,13 +62,14 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import record_function
 
 from zero3.comm.order import Group, Peers, Sender
 from zero3.guards.moments import ACTIONS, ALONE, guards
@@ -560,7 +561,8 @@ class Transfer:
         Raises `RuntimeError` if another rank is about to do something else (I6), or is gone.
         """
         try:
-            totals = self._wait()
+            with named_range(f"wait for the {self.action} of {self.sender.label}"):
+                totals = self._wait()
         except BaseException:
             # Something may still arrive.
             in_flight.lose(self)
@@ -605,7 +607,8 @@ class Transfer:
         """
         in_flight.begin(self, *tensors)
         try:
-            yield self.works
+            with named_range(f"start the {self.action} of {self.sender.label}"):
+                yield self.works
         # torch raises `ValueError` for a process group that is gone.
         except (RuntimeError, ValueError) as error:
             in_flight.lose(self)
@@ -724,6 +727,15 @@ def streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     # On the CPU torch's stand-in does nothing, and is on no device.
     options = {} if device.type == "cpu" else {"device": device, "priority": -1}
     return backend.Stream(**options), backend.Stream(**options)
+
+
+def named_range(name: str) -> AbstractContextManager[object]:
+    """
+    ## A range in the traces of `torch.profiler`, if a profiler runs
+
+    Without one this asks only whether there is one: `record_function` takes longer than that.
+    """
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 def allocate(full: torch.Tensor) -> None:

@@ -63,13 +63,13 @@ all units. A write through `.data` of a persistent unit's shard is seen only aft
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero3.comm.collectives import named_range
 from zero3.comm.links import Links
 from zero3.guards.contents import uncompiled
 from zero3.layer import Zero3Layer
@@ -287,7 +287,7 @@ class Unit(StandIn, Zero3Layer):
         self.order.stack.append(self)
         try:
             self.order.arrive(self)
-            with self.order.range_of(self):
+            with named_range(self.label):
                 return super().forward(*args, **kwargs)
         finally:
             self.order.stack.pop()
@@ -696,14 +696,6 @@ class TracedOrder(Alone):
                 break
             soon.append(unit)
         return soon
-
-    def range_of(self, unit: Unit) -> Any:
-        """
-        ### A range with the unit's name, for profilers of CUDA
-        """
-        if unit.device.type == "cuda":
-            return torch.cuda.nvtx.range(unit.label)
-        return nullcontext()
 
 
 def _with_externals(upcoming: list[Unit]) -> Iterator[Unit]:
