@@ -645,10 +645,8 @@ class Transfer:
         """
         #### Have the current stream wait, or on the CPU this thread; or raise an error
         """
-        if not self.comm.broken:
-            problem = self._complete()
-            if problem:
-                self._give_up(problem)
+        if not self.comm.broken and (problem := self._complete()):
+            self._give_up(problem)
         # After the first error the messages no longer fit each other.
         if self.comm.broken:
             raise RuntimeError(self.comm.broken)

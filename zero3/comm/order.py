@@ -290,14 +290,10 @@ class Counted(Protocol):
     ## What has been sent, as far as a listener has to know it
     """
 
-    @property
-    def sent_bytes(self) -> int: ...
-    @property
-    def between_bytes(self) -> int: ...
-    @property
-    def messages(self) -> int: ...
-    @property
-    def order_bytes(self) -> int: ...
+    sent_bytes: int
+    between_bytes: int
+    messages: int
+    order_bytes: int
 
 
 class Silence:

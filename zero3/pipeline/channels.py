@@ -43,7 +43,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,8 @@ class Fault(RuntimeError):
         self.cause = cause
 
 
-class Sent(NamedTuple):
+@dataclass
+class Sent:
     """
     ## What one message has sent, for a `Ledger`
     """
