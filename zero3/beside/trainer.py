@@ -90,6 +90,8 @@ class Trainer(transformers.Trainer):
                "checkpoints with shards, to load the best one", "`save_only_model=True`",
                "leave it out")
         super().__init__(model, args, *rest, **kwargs)
+        # A `Trainer` of TRL has put adapters in.
+        model = self.model
         expect(self.optimizer is None and self.lr_scheduler is None, "Trainer: `optimizers`",
                "none, because the model has no shards yet", "some", "leave them out, and take "
                "`optim=` of `TrainingArguments` or `optimizer_cls_and_kwargs=`, or override "
