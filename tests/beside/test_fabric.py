@@ -5,6 +5,7 @@ The oracle is a loop of plain PyTorch on one process, with the whole batch.
 """
 
 import shutil
+import tempfile
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.beside.loops import (
     stores,
 )
 from tests.ranks import run
-from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 
 fabric = pytest.importorskip("lightning_fabric", reason="the extra `tests` has it")
 
@@ -92,19 +93,15 @@ def parts(folder):
         with ours.no_backward_sync(model, enabled):
             ours.backward(model(x).sum())
         found["held", enabled] = holds_gradients(sharded)
-    ours.clip_gradients(model, optimizer, clip_val=0.25)
-    found["value"] = max(p.grad.abs().max().item() for p in sharded.parameters())
+    found["value"] = refused(lambda: ours.clip_gradients(model, optimizer, clip_val=0.25))
     ours.backward(model(x * torch.inf).sum())
     found["norm"] = refused(lambda: ours.clip_gradients(model, optimizer, max_norm=1.0))
     optimizer.zero_grad()
     found["three"] = three_weights(ours)
     found["torch"] = with_torchs_optimizer(ours, folder)
-    state = {"model": model, "optimizer": optimizer}
     found["alone"] = refused(lambda: ours.save(folder / "alone", {"optimizer": optimizer}))
-    found["filter"] = refused(lambda: ours.save(
-        folder / "filter", state, filter={"model": lambda name, value: True}))
-    scaled = ours.setup(*small(loss_scale=8.0))
-    found["scaled"] = refused(lambda: ours.clip_gradients(*scaled, clip_val=1.0))
+    found["raw"] = refused(lambda: ours.load_raw(folder / "whole/rest.ckpt", model))
+    found["offloaded"] = offloaded(ours)
     one = Zero3Sequential([Zero3Layer(nn.Linear(2, 2), rank=0, world_size=1)])
     found["one rank"] = refused(lambda: ours.setup(one))
     found["mixed"] = refused(lambda: made(precision="bf16-mixed").setup(*small()))
@@ -113,6 +110,25 @@ def parts(folder):
     with model.full_params() as params:
         found["bf16"] = {each.dtype for each in params.values()}
     return found
+
+
+def offloaded(ours):
+    """Whether a model in files trains: nobody moves its shards"""
+    with tempfile.TemporaryDirectory() as folder:
+        nvme = Offload("nvme", folder)
+        model = wrap(nn.Sequential(nn.Linear(4, 4)), nn.Linear, offload=nvme)
+        model, optimizer = ours.setup(model, Zero3Optimizer(model, lr=0.1, offload=nvme))
+        before, after = (weights_after(model, optimizer, ours) for _ in range(2))
+    return bool((before != after).any())
+
+
+def weights_after(model, optimizer, ours):
+    """The weights after another step"""
+    ours.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    with model.module.full_params() as params:
+        return torch.cat([p.detach().flatten().clone() for p in params.values()])
 
 
 def three_weights(ours):
@@ -136,12 +152,7 @@ def with_torchs_optimizer(ours, folder):
             ours.save(folder / "torch", state)
         if each == 2:
             ours.load(folder / "torch", state)
-        with ours.no_backward_sync(model):
-            ours.backward(model(torch.ones(2, 4)).square().sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        with sharded.full_params() as params:
-            weights.append(torch.cat([p.detach().flatten().clone() for p in params.values()]))
+        weights.append(weights_after(model, optimizer, ours))
     return bool((weights[0] != weights[1]).any()), torch.equal(weights[1], weights[2])
 
 
@@ -187,26 +198,26 @@ def test_a_resumed_run_is_the_uninterrupted_one(folder, ours):
 def test_each_call_is_right_alone(ours):
     """
     A plain model goes into DDP, a sharded one stays what it is. Full gradients wait while
-    `no_backward_sync` is on, and the norm is that of both ranks.
-    Proves `Zero3Strategy.setup_module`, `Zero3Strategy.clip_gradients_value`, `HoldBack`.
+    `no_backward_sync` is on, and the norm is that of both ranks. Shards in CPU memory stay there.
+    Proves `Zero3Strategy.setup_module`, `Zero3Strategy.module_to_device`, `HoldBack`.
     """
     for rank, found in enumerate(ours):
         assert found["plain"] is DistributedDataParallel and found["same"]
         assert (found["held", True], found["held", False]) == (True, False)
-        assert found["value"] == 0.25
         # As in the head of the chapter.
         assert found["three"] == (4.0 if rank else 3.0, 5.0)
         assert found["bf16"] == {torch.bfloat16}
+        assert found["offloaded"]
 
 
 def test_what_cannot_be_right_is_an_error(ours):
     """
     Each says what to do. Breaks if Fabric does something else in silence.
-    Proves `Zero3Strategy.setup_module`, `Zero3Strategy.clip_gradients_value`, `look_at_wrapper`.
+    Proves `Zero3Strategy.setup_module`, `look_at_wrapper`, `at_rest`.
     """
     for name, cure in {
             "DDP": "Zero3Strategy", "one rank": "before `wrap`", "mixed": "model.bfloat16()",
-            "scaled": "clip by the norm", "norm": "error_if_nonfinite=False",
-            "alone": "pass both", "filter": "leave it out"}.items():
+            "value": "clip_grad_norm=", "norm": "error_if_nonfinite=False",
+            "alone": "pass both", "raw": "zero3.load"}.items():
         for found in ours:
             assert cure in found[name], (name, found[name])

@@ -36,7 +36,8 @@ model, optimizer = fabric.setup(model, optimizer)
 **Not covered, and what that costs**: a mixed `precision=` is an error, because autograd would keep
 a 16-bit copy of each weight until backward, on every rank. Convert the model before `wrap`. With
 `loss_scale=` call `optimizer.backward(loss)`: the step refuses gradients of `fabric.backward`.
-Fabric's `empty_init`, `filter=` and `load_raw` do not know shards; the last two are errors.
+`fabric.clip_gradients(clip_val=)` and `load_raw` are errors, and `filter=` has no effect on shards:
+clip elements with `torch.nn.utils.clip_grad_value_(model.parameters(), c)`.
 `no_backward_sync` has no effect for an optimizer of torch's on shards: each micro-batch is reduced,
 with the same result. If a norm is not finite, the error comes after the gradients have been scaled.
 `fabric.save` of the shards is complete or absent, but Fabric writes what is beside them by itself.
@@ -142,21 +143,6 @@ class Zero3Strategy(DDPStrategy):
                      "pass `error_if_nonfinite=False`")
         return norm
 
-    def clip_gradients_value(self, module: nn.Module, optimizer: torch.optim.Optimizer,
-                             clip_val: float) -> None:
-        """
-        ### Clip each element of a gradient
-
-        Raises `RuntimeError` if the gradients are scaled: nearly all elements would be clipped.
-        """
-        if not isinstance(module, ShardedModel):
-            return super().clip_gradients_value(module, optimizer, clip_val)
-        is_scaled = isinstance(optimizer, Zero3Optimizer) and optimizer.scaled
-        self._expect(not is_scaled, "cannot clip scaled gradients by value", "a loss without a "
-                     "scale", "`loss_scale=`", "train in bf16, or clip by the norm with "
-                     "`Zero3Optimizer(clip_grad_norm=)`")
-        return nn.utils.clip_grad_value_(module.parameters(), clip_val)
-
     # --------------------------------------------------------------------------- saving and loading
 
     def save_checkpoint(self, path: str | Path, state: dict[str, Any],
@@ -168,13 +154,10 @@ class Zero3Strategy(DDPStrategy):
 
         All ranks call it. It loads on any number of ranks.
         """
-        pairs, rest = self._split(state)
-        self._expect(pairs.keys().isdisjoint(filter or {}), "cannot filter shards", "no `filter=` "
-                     "for a sharded model", [*(filter or {})], "leave it out")
-        for name, pair in pairs.items():
-            save(Path(path) / name, *pair, step=0, keep=1)
-        beside = Path(path) / REST if pairs else path
-        super().save_checkpoint(beside, rest, storage_options, filter)
+        pairs, rest, file = self._split(path, state)
+        for folder, pair in pairs.items():
+            save(folder, *pair, step=0, keep=1)
+        super().save_checkpoint(file, rest, storage_options, filter)
 
     def load_checkpoint(self, path: str | Path, state: Any = None, strict: bool = True,
                         weights_only: bool | None = None) -> dict[str, Any]:
@@ -187,27 +170,27 @@ class Zero3Strategy(DDPStrategy):
         """
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, weights_only)
-        pairs, rest = self._split(state)
-        for name, pair in pairs.items():
-            load(Path(path) / name, *pair)
-        beside = Path(path) / REST if pairs else path
-        left = super().load_checkpoint(beside, rest, strict, weights_only)
+        pairs, rest, file = self._split(path, state)
+        for folder, pair in pairs.items():
+            load(folder, *pair)
+        left = super().load_checkpoint(file, rest, strict, weights_only)
         state.update(rest)
         return left
 
-    def _split(self, state: dict[str, Any]) -> tuple[dict[str, tuple], dict[str, Any]]:
+    def _split(self, path: str | Path, state: dict[str, Any]
+               ) -> tuple[dict[Path, tuple], dict[str, Any], str | Path]:
         """
-        #### The sharded models with their optimizers, and all the rest
+        #### Sharded models with their optimizers, the rest, and the file for the rest
         """
         optimizers = [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
-        pairs = {name: (model, optimizer_of(model, optimizers)) for name, model in state.items()
-                 if isinstance(model, ShardedModel)}
+        pairs = {Path(path) / name: (model, optimizer_of(model, optimizers))
+                 for name, model in state.items() if isinstance(model, ShardedModel)}
         ours = {id(each) for pair in pairs.values() for each in pair}
         rest = {name: each for name, each in state.items() if id(each) not in ours}
         lost = [name for name, each in rest.items() if isinstance(each, Zero3Optimizer)]
         self._expect(not lost, "cannot save or load an optimizer alone", "its model beside it",
                      lost, "pass both, as `{\"model\": model, \"optimizer\": optimizer}`")
-        return pairs, rest
+        return pairs, rest, Path(path) / REST if pairs else path
 
 
 class HoldBack(_DDPBackwardSyncControl):
