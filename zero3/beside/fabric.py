@@ -47,7 +47,6 @@ each accepts strategies of its own classes only.
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -145,7 +144,7 @@ class Zero3Strategy(DDPStrategy):
 
     # --------------------------------------------------------------------------- saving and loading
 
-    def save_checkpoint(self, path: str | Path, state: dict[str, Any],
+    def save_checkpoint(self, path: str | Path, state: dict[str, object],
                         storage_options: object = None, filter: dict | None = None) -> None:
         """
         ### Save shards by `zero3.save`, the rest by Fabric
@@ -159,8 +158,8 @@ class Zero3Strategy(DDPStrategy):
             save(folder, *pair, step=0, keep=1)
         super().save_checkpoint(file, rest, storage_options, filter)
 
-    def load_checkpoint(self, path: str | Path, state: Any = None, strict: bool = True,
-                        weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, state: object = None, strict: bool = True,
+                        weights_only: bool | None = None) -> dict[str, object]:
         """
         ### Load what `save_checkpoint` has saved
 
@@ -177,8 +176,8 @@ class Zero3Strategy(DDPStrategy):
         state.update(rest)
         return left
 
-    def _split(self, path: str | Path, state: dict[str, Any]
-               ) -> tuple[dict[Path, tuple], dict[str, Any], str | Path]:
+    def _split(self, path: str | Path, state: dict[str, object]
+               ) -> tuple[dict[Path, tuple], dict[str, object], str | Path]:
         """
         #### Sharded models with their optimizers, the rest, and the file for the rest
         """

@@ -159,7 +159,7 @@ def mark(grad: torch.Tensor,
     return grad
 
 
-def at_rest(piece: nn.Parameter, flat: Any) -> None:
+def at_rest(piece: nn.Parameter, flat: object) -> None:
     """
     ## Give a parameter of the optimizer a gradient without memory, between steps
 
