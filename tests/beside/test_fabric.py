@@ -4,6 +4,7 @@
 The oracle is a loop of plain PyTorch on one process, with the whole batch.
 """
 
+import importlib.util
 import shutil
 import tempfile
 
@@ -25,7 +26,8 @@ from tests.beside.loops import (
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 
-fabric = pytest.importorskip("lightning_fabric", reason="the extra `tests` has it")
+NAME = "lightning.fabric" if importlib.util.find_spec("lightning") else "lightning_fabric"
+fabric = pytest.importorskip(NAME, reason="the extra `tests` has it")
 
 LAST = 'model.save("model")\n'
 ALONE = ("batch_size=4", "batch_size=8")
@@ -37,6 +39,7 @@ def text_of(folder, *pairs):
     """The program, from known values, with an `eps` that does not magnify last bits"""
     return replaced(FABRIC.replace('"state"', f'"{folder}"'),
                     (LAST, LAST.replace("model\")", f"{folder}-model\")")),
+                    ("from lightning_fabric import", f"from {NAME} import"),
                     ("plain = nn", "torch.manual_seed(0)\nplain = nn"),
                     ("lr=1e-2)", "lr=1e-2, eps=1e-3)"), *pairs)
 
