@@ -37,8 +37,8 @@ model in CPU memory of the first rank; `trainer.model.save` has one layer at a t
 `load_best_model_at_end` the optimizer's states are those of the best model too. A run that resumes
 on another number of ranks draws other random numbers for dropout. Accumulation holds back full
 gradients, unless `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}`
-reduces each micro-batch. Of TRL's trainers only `SFTTrainer` is tried. Some of the methods that this class overrides are private, so another
-minor release of transformers may need other ones.
+reduces each micro-batch. Of TRL's trainers only `SFTTrainer` is tried. Some of the methods that
+this class overrides are private, so another minor release of transformers may need other ones.
 """
 
 from collections.abc import Callable
