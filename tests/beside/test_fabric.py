@@ -177,7 +177,8 @@ def test_the_program_trains_like_plain_pytorch(folder, ours):
     """
     Twenty steps with accumulation and clipping on two ranks: the weights to 1e-6, because sums over
     ranks have another order. Breaks if gradients are summed, or clipped by the norm of a shard.
-    Proves I1, `Zero3Strategy`, `Zero3Strategy.clip_gradients_norm`, `HoldBack`.
+    Proves I1, `Zero3Strategy`, `Zero3Strategy.clip_gradients_norm`,
+    `Zero3Strategy.setup_optimizer`.
     """
     expected, _ = plain_pytorch(decay=1)
     found = saved(folder / "whole-model")
@@ -202,7 +203,8 @@ def test_each_call_is_right_alone(ours):
     """
     A plain model goes into DDP, a sharded one stays what it is. Full gradients wait while
     `no_backward_sync` is on, and the norm is that of both ranks. Shards in CPU memory stay there.
-    Proves `Zero3Strategy.setup_module`, `Zero3Strategy.module_to_device`, `HoldBack`.
+    Proves `Zero3Strategy.setup_module`, `Zero3Strategy.module_to_device`,
+    `HoldBack.no_backward_sync`.
     """
     for rank, found in enumerate(ours):
         assert found["plain"] is DistributedDataParallel and found["same"]
