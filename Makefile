@@ -25,6 +25,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[app,tests,docs,notebooks]'
+# labml-nn asks for these two and needs neither here. They do not import beside a CPU build of torch,
+# and `transformers` imports torchvision wherever it is.
+	$(BIN)/pip uninstall --quiet --yes torchvision torchtext
 	@touch $@
 
 # A store of its own for each attempt, for ARGS of torchrun's own such as --max-restarts: torchrun

@@ -277,10 +277,12 @@ FURTHER = (
         ("zero3/guards/__init__.py", "all guards in one place")),
     chapter(
         "Other loops",
-        "accelerate and the Trainer, around a sharded model",
-        ("docs/loop.md", "use it in your loop: two programs"),
+        "accelerate, the Trainer and Fabric, around a sharded model",
+        ("docs/loop.md", "use it in your loop: four programs"),
         ("zero3/beside/accelerate.py", "accelerate: its calls, on a sharded model"),
-        ("zero3/beside/trainer.py", "Trainer: Hugging Face's loop, on a sharded model")),
+        ("zero3/beside/trainer.py", "Trainer: Hugging Face's loop, on a sharded model"),
+        ("zero3/beside/fabric.py", "Lightning Fabric: a strategy, for a sharded model"),
+        ("zero3/beside/pairs.py", "pairs: the optimizer that steps a sharded model")),
     chapter(
         "A training job",
         "the main job and its parts",

@@ -197,6 +197,25 @@ def test_a_clip_that_cannot_be_right_is_refused():
         assert "layer 0 (Linear) has no gradient to read" in wrong and "clip_grad_norm=" in wrong
 
 
+@pytest.mark.parametrize("offload", ["device", "cpu", "nvme"])
+def test_the_parameters_of_the_optimizer_cannot_be_clipped(offload, tmp_path):
+    """
+    They have no gradients between steps, so torch's functions would clip nothing, and say nothing.
+    Some loops clip them, Lightning Fabric's own for instance. Before the first step and after it.
+    Proves `at_rest`.
+    """
+    tier = Offload(offload, tmp_path) if offload == "nvme" else Offload(offload)
+    model = shard(plain_chain(), tier)
+    optimizer = Zero3Optimizer(model, lr=0.1, offload=tier)
+    for step in range(2):
+        optimizer.zero_grad()
+        optimizer.backward(model(batch()).mean())
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        assert "clip_grad_norm=" in message(nn.utils.clip_grad_norm_, params, 1.0), step
+        assert "clip_grad_norm=" in message(nn.utils.clip_grad_value_, params, 1.0), step
+        optimizer.step()
+
+
 def test_the_norm_of_a_long_gradient_is_right_to_fp32_and_copies_little():
     """
     Of a length that is no multiple of a block, in three data types and for two kinds of norm,

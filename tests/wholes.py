@@ -6,7 +6,6 @@ Each is a model as somebody would write it, with any control flow, and what to p
 """
 
 import copy
-import sys
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,6 @@ from zero3.train import gpt
 
 # labml_nn's attention runs with what that module gives to labml.
 assert gpt.tracker.debug
-# Before `transformers` looks for it: the one that labml brings along does not load everywhere.
-sys.modules.setdefault("torchvision", None)
 
 WIDTH, TOKENS = 6, 13  # features, and how many kinds of tokens there are
 ROWS, LENGTH = 2, 5  # sequences of each rank, and tokens of a sequence

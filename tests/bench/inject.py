@@ -21,7 +21,6 @@ anything to replace in it.
 import argparse
 import copy
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -37,7 +36,6 @@ from zero3.train import gpt
 
 # labml_nn's attention runs with what that module gives to labml.
 assert gpt.tracker.debug
-sys.modules.setdefault("torchvision", None)
 
 # What of the package the figures are of.
 TIMED = [f"zero3/inject/{name}.py" for name in ("policies", "cross_entropy")]

@@ -20,7 +20,6 @@ copy in memory.
 import argparse
 import copy
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -38,8 +37,6 @@ from torch.distributed.tensor.parallel import (
 from tests.bench.training import digests, machine, write
 from tests.ranks import run
 from zero3.inject import inject, policies
-
-sys.modules.setdefault("torchvision", None)
 
 # What of the package the figures are of.
 TIMED = [f"zero3/inject/{name}.py" for name in (

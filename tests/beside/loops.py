@@ -12,15 +12,18 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from pydoc_data import topics
 from unittest import mock
 
+import pytest
+import torch
 import torch.distributed as dist
-
-# Before `transformers` looks for it: the one that labml brings along does not load everywhere.
-sys.modules.setdefault("torchvision", None)
+from safetensors.torch import load_file
+from torch import nn
 
 PAGE = Path(__file__).parents[2].joinpath("docs/loop.md").read_text(encoding="utf-8")
-ACCELERATE, TRAINER, LORA, WATCH = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+ACCELERATE, TRAINER, SFT, FABRIC, WATCH = re.findall(
+    r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def replaced(text, *pairs):
@@ -51,7 +54,43 @@ META = (("model = LlamaForCausalLM(config).to(DTYPE)\n",
         ("wrap(model.to(args.device), LlamaDecoderLayer)",
          "wrap(model, LlamaDecoderLayer, device=args.device, checkpoint='stock-final')"),
         ("learning_rate=1e-2", "learning_rate=0.0"), ("max_steps=20", "max_steps=5"))
-WITH_LORA = ("model = LlamaForCausalLM(config).to(DTYPE)\n", LORA)
+
+
+def plain_pytorch(decay=0.5):
+    """The weights after 20 steps of plain PyTorch, and how many bytes are right"""
+    text = torch.tensor(list("".join(topics.topics.values()).encode()))
+    x, y = text[:1280].view(-1, 8), text[8:1288:8]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(256, 8), nn.Flatten(),
+                          *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)),
+                          nn.Linear(64, 256))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, decay)
+    for step in range(20):
+        for at in (0, 8):
+            rows = slice(step % 10 * 16 + at, step % 10 * 16 + at + 8)
+            (nn.functional.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters()), int((model(x).argmax(-1) == y).sum())
+
+
+def saved(folder):
+    """All weights in a folder"""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    assert found
+    return found
+
+
+def off(folder, one, other):
+    """The largest difference between the weights in two folders"""
+    one, other = (saved(folder / each) for each in (one, other))
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 class Torchrun:
@@ -78,10 +117,12 @@ class Torchrun:
         place = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.size,
                  "LOCAL_WORLD_SIZE": self.size, "MASTER_ADDR": "127.0.0.1",
                  "MASTER_PORT": self.ports.pop(), "TORCHELASTIC_USE_AGENT_STORE": True,
-                 "TORCHELASTIC_RESTART_COUNT": 0, "OMP_NUM_THREADS": 1}
+                 "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": "mine",
+                 "OMP_NUM_THREADS": 1}
         place = {name: str(value) for name, value in place.items()}
         with (mock.patch.dict(os.environ, place), mock.patch.object(sys, "argv", ["", *words]),
-              contextlib.chdir(self.folder), contextlib.redirect_stderr(io.StringIO())):
+              pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO())):
+            patch.chdir(self.folder)
             yield
             if dist.is_initialized():
                 dist.barrier()

@@ -5,14 +5,22 @@ The oracle is a loop of plain PyTorch on one process, with the whole batch.
 """
 
 import math
-from pydoc_data import topics
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.beside.loops import ACCELERATE, PAGE, Torchrun, refused, replaced, stores
+from tests.beside.loops import (
+    ACCELERATE,
+    PAGE,
+    Torchrun,
+    off,
+    plain_pytorch,
+    refused,
+    replaced,
+    stores,
+)
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 
@@ -22,27 +30,6 @@ LOOP = "for epoch in range(2):\n"
 LAST = "accelerator.save_model(model, \"model\")\n"
 RESUMED = ((LOOP, "accelerator.load_state(\"state-0\")\nfor epoch in range(1, 2):\n"),
            ("f\"state-{epoch}\"", "\"other\""))
-
-
-def plain_pytorch():
-    """The weights after the same 20 steps"""
-    text = torch.tensor(list("".join(topics.topics.values()).encode()))
-    x, y = text[:1280].view(-1, 8), text[8:1288:8]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(256, 8), nn.Flatten(),
-                          *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)),
-                          nn.Linear(64, 256))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
-    for step in range(20):
-        for at in (0, 8):
-            rows = slice(step % 10 * 16 + at, step % 10 * 16 + at + 8)
-            (nn.functional.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return dict(model.named_parameters()), int((model(x).argmax(-1) == y).sum())
 
 
 def text_of(*pairs):
@@ -236,13 +223,6 @@ def ours(folder):
     with stores(1) as ports:
         run(on_one_rank, 1, ports, folder)
     return found
-
-
-def off(folder, one, other):
-    """The largest difference between the weights in two folders"""
-    one, other = (load_file(folder / each / "model.safetensors") for each in (one, other))
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 def test_the_program_trains_like_plain_pytorch(folder, ours):

@@ -18,8 +18,8 @@ from tests.beside.loops import (
     META,
     STOCK,
     TRAINER,
-    WITH_LORA,
     Torchrun,
+    off,
     refused,
     replaced,
     stores,
@@ -60,7 +60,7 @@ def on_two_ranks(ports, folder):
     if ranks.rank == 0:
         copies(folder)
     found["resumed"] = history(ranks.main(replaced(text, *moved("again")), "resume")["trainer"])
-    found["lora"] = history(ranks.main(replaced(text, WITH_LORA, *moved("lora")))["trainer"])
+    found["lora"] = history(ranks.main(replaced(text, *moved("lora")), "lora")["trainer"])
     trainer = ranks.main(replaced(text, BF16, *moved("bf16")))["trainer"]
     found["bf16"] = history(trainer)
     found["masters"] = {master.dtype
@@ -79,7 +79,7 @@ def on_one_rank(ports, folder):
     fewer = replaced(TRAINER, *EXACT, ALONE, *moved("fewer"))
     found["fewer"] = history(ranks.main(fewer, "resume")["trainer"])
     found["lora"] = history(
-        ranks.main(replaced(text, WITH_LORA, *moved("stock-lora")))["trainer"])
+        ranks.main(replaced(text, *moved("stock-lora")), "lora")["trainer"])
     ranks.main(replaced(TRAINER, *META, *moved("meta")))
     found["refused"] = refusals(ranks)
     return found
@@ -130,13 +130,6 @@ def theirs(folder, ours):
     with stores(5) as ports:
         (found,) = run(on_one_rank, 1, ports, folder)
     return found
-
-
-def off(folder, one, other):
-    """The largest difference between the weights in two folders"""
-    one, other = (load_file(folder / each / "model.safetensors") for each in (one, other))
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 def test_the_program_trains_like_plain_pytorch(folder, ours, theirs):

@@ -220,8 +220,9 @@ def saved_apart(folder):
     mine = Path(folder, str(dist.get_rank()))
     mine.mkdir()
     model = Zero3Sequential([Zero3Layer(nn.Linear(4, 4))])
-    with (contextlib.chdir(mine), mock.patch.object(os.path, "realpath", str),
+    with (pytest.MonkeyPatch.context() as patch, mock.patch.object(os.path, "realpath", str),
           pytest.raises(RuntimeError) as caught):
+        patch.chdir(mine)
         save("checkpoints", model, step=1)
     return str(caught.value)
 

@@ -1,8 +1,8 @@
 """
 # The README and the programs of its page on use, run as they say
 
-The first runs under torchrun. The others differ from it in a few lines, so they run on ranks that
-live on from test to test and that are told what torchrun would tell them.
+The first runs under torchrun. The others run on ranks that live on from test to test and that are
+told what torchrun would tell them.
 """
 
 import contextlib
@@ -27,37 +27,27 @@ BLOCKS = re.findall(r"```python\n(.*?)```", USING, re.DOTALL)
 END = "dist.destroy_process_group()\n"
 
 
+# A word that only this program has.
+MARKS = {"gpu": "nccl", "wrap": "wrap(Skips(), ", "muon": "Matrices(", "compile": "compile(",
+         "nvme": "Offload(", "checkpoint": "save("}
+
+
 def program(which, folder):
     """
-    The first block, with lines of it replaced by another block as the text between them says; or
-    with the block about checkpoints before its last line. Without two GPUs a CPU stands in for
-    them.
+    One of the programs, with its files in a folder of the test. Without two GPUs a CPU stands in
+    for them.
     """
-    first, *others = BLOCKS
-    if which in ("compile", "muon"):
-        wrapped = program("wrap", folder)
-        mark = {"compile": "compile(", "muon": "Matrices("}[which]
-        (block,) = [block for block in others if mark in block]
-        (model,) = re.findall(r"^model = wrap.*\n", wrapped, re.MULTILINE)
-        (optimizer,) = re.findall(r"^optimizer = .*\n", wrapped, re.MULTILINE)
-        return wrapped.replace(optimizer, "").replace(model, block)
-    if which == "gpu":
-        lines = first.splitlines(keepends=True)
-        begin = next(i for i, line in enumerate(lines) if "init_process_group" in line)
-        (block,) = [block for block in others if "nccl" in block]
-        return "".join([*lines[:begin], block, *lines[begin + 3 :]]).replace(
-            "model(x), y", "model(x.to(device)), y.to(device)")
-    lines = [line for name in (["layers", "model", "optimizer"] if which == "wrap" else
-                               ["model", "optimizer"]) for line in first.splitlines()
-             if line.startswith(f"{name} =")]
-    mark = {"first": "save(", "wrap": "class Skips", "nvme": "Offload("}[which]
-    (block,) = [block for block in others if mark in block]
     if which == "first":
-        return first.replace(END, f"{block}print(extra)\n{END}")
-    assert len(lines) == (3 if which == "wrap" else 2)
-    for line in lines[1:]:
-        first = first.replace(f"{line}\n", "")
-    return first.replace(f"{lines[0]}\n", block.replace("/tmp", str(folder)))
+        return BLOCKS[0]
+    (text,) = [block for block in BLOCKS if MARKS[which] in block]
+    text = text.replace("/tmp", str(folder)).replace("runs/mine", str(folder / "mine"))
+    if which == "gpu" and torch.cuda.device_count() < 2:
+        for theirs, ours in (('torch.device("cuda", int(os.environ["LOCAL_RANK"]))',
+                              'torch.device("cpu")'), ("torch.cuda.set_device(device)\n", ""),
+                             ('"nccl", device_id=device', '"gloo"')):
+            assert text.count(theirs) == 1
+            text = text.replace(theirs, ours)
+    return text
 
 
 def as_main(port, file):
@@ -75,19 +65,13 @@ def as_main(port, file):
     return told.getvalue()
 
 
-@pytest.mark.parametrize("which", ["first", "wrap", "muon", "compile", "nvme", "gpu"])
+@pytest.mark.parametrize("which", ["first", *MARKS])
 def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
     """
     Each ends with the shapes of the full parameters, which both ranks print.
     Proves `Zero3Sequential`, `Zero3Optimizer`, `Offload`, `wrap`, `compile`, `Matrices`.
     """
     text = program(which, tmp_path)
-    if which == "gpu" and torch.cuda.device_count() < 2:
-        for theirs, ours in (('torch.device("cuda", int(os.environ["LOCAL_RANK"]))',
-                              'torch.device("cpu")'), ("torch.cuda.set_device(device)\n", ""),
-                             ('"nccl", device_id=device', '"gloo"')):
-            assert text.count(theirs) == 1
-            text = text.replace(theirs, ours)
     assert text.endswith(END)
     (tmp_path / "mine.py").write_text(text)
     if which == "first" or "nccl" in text:
@@ -102,9 +86,16 @@ def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
         # Where torchrun has it: beside the ranks, which find each other there.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         told = "".join(run(as_main, 2, store.port, tmp_path / "mine.py"))
-    assert which != "first" or told.count("{'epoch': 1}") == 2
+    assert which != "checkpoint" or told.count("{'epoch': 1}") == 2
     names = dict.fromkeys(("wrap", "muon", "compile"), "'blocks.3.0.weight': (64, 64)")
     assert told.count(names.get(which, "'3.0.weight': (64, 64)")) == 2
+
+
+def test_every_program_of_the_page_on_use_is_tested():
+    """
+    Breaks if a block is no program, or if no test runs it.
+    """
+    assert len(BLOCKS) == 1 + len(MARKS) and all(block.endswith(END) for block in BLOCKS)
 
 
 def test_the_readme_is_short_and_shows_the_first_program():

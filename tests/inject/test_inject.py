@@ -6,7 +6,6 @@ The oracle is the plain model, trained by plain PyTorch on the global batch.
 
 import copy
 import inspect
-import sys
 
 import pytest
 import torch
@@ -26,9 +25,6 @@ from zero3 import Zero3Optimizer, wrap
 from zero3.inject import inject, policies, report, restore
 from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.train.gpt import Block, GPTConfig, gpt_layers
-
-# Transformers imports it if it is there, and need not: it may be built for another torch.
-sys.modules.setdefault("torchvision", None)
 
 TOKENS = 13
 WIDTH = 8

@@ -60,6 +60,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
+from zero3.beside.pairs import optimizer_of
 from zero3.checkpoint.save_load import load, save
 from zero3.guards.options import expect
 from zero3.optimizer.stage3 import Zero3Optimizer
@@ -191,13 +192,19 @@ class Accelerator(accelerate.Accelerator):
 
         `accumulate` calls this for all micro-batches but the last one.
         """
-        optimizer = optimizer_of(model, self._optimizers)
+        optimizer = self._optimizer_of(model)
         if isinstance(optimizer, Zero3Optimizer):
             with optimizer.no_sync():
                 yield
         else:
             with super().no_sync(model):
                 yield
+
+    def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """
+        #### The optimizer of a sharded model, if it went through `prepare`
+        """
+        return optimizer_of(model, [each.optimizer for each in self._optimizers])
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float,
                         norm_type: float = 2) -> torch.Tensor | None:
@@ -222,7 +229,7 @@ class Accelerator(accelerate.Accelerator):
         """
         #### Clip now, or make sure that the step does
         """
-        optimizer = optimizer_of(model, self._optimizers)
+        optimizer = self._optimizer_of(model)
         if not isinstance(optimizer, Zero3Optimizer) or not (
                 optimizer.scaled or optimizer.offload.tier != "device"):
             return model.clip_grad_norm_(max_norm, norm_type)
@@ -272,7 +279,7 @@ class Accelerator(accelerate.Accelerator):
         """
         models = self._models
         optimizers = self._optimizers
-        self._pairs = [(model, optimizer_of(model, self._optimizers)) for model in models
+        self._pairs = [(model, self._optimizer_of(model)) for model in models
                        if isinstance(model, ShardedModel)]
         found = [optimizer for _, optimizer in self._pairs]
         plain = [each for each in optimizers if each.optimizer not in found]
@@ -312,21 +319,6 @@ class Accelerator(accelerate.Accelerator):
         if not isinstance(model, ShardedModel):
             return super().get_state_dict(model, unwrap)
         return whole_weights(model, self.is_main_process)
-
-
-def optimizer_of(model: nn.Module, prepared: list[AcceleratedOptimizer]
-                 ) -> torch.optim.Optimizer | None:
-    """
-    ## The optimizer of a sharded model, if it went through `prepare`
-    """
-    shards = {*model.get_trainable_chunk()} if isinstance(model, ShardedModel) else set()
-    for each in prepared:
-        optimizer = each.optimizer
-        if isinstance(optimizer, Zero3Optimizer) and optimizer.model is model:
-            return optimizer
-        if not shards.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
-            return optimizer
-    return None
 
 
 def whole_weights(model: ShardedModel, here: bool) -> dict[str, torch.Tensor]:

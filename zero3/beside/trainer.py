@@ -37,8 +37,8 @@ model in CPU memory of the first rank; `trainer.model.save` has one layer at a t
 `load_best_model_at_end` the optimizer's states are those of the best model too. A run that resumes
 on another number of ranks draws other random numbers for dropout. Accumulation holds back full
 gradients, unless `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}`
-reduces each micro-batch. Some of the methods that this class overrides are private, so another
-minor release of transformers may need other ones.
+reduces each micro-batch. Of TRL's trainers only `SFTTrainer` is tried. Some of the methods that
+this class overrides are private, so another minor release of transformers may need other ones.
 """
 
 from collections.abc import Callable
@@ -90,6 +90,8 @@ class Trainer(transformers.Trainer):
                "checkpoints with shards, to load the best one", "`save_only_model=True`",
                "leave it out")
         super().__init__(model, args, *rest, **kwargs)
+        # A `Trainer` of TRL has put adapters in.
+        model = self.model
         expect(self.optimizer is None and self.lr_scheduler is None, "Trainer: `optimizers`",
                "none, because the model has no shards yet", "some", "leave them out, and take "
                "`optim=` of `TrainingArguments` or `optimizer_cls_and_kwargs=`, or override "

@@ -287,7 +287,8 @@ def look_at_wrapper(wrapper: nn.Module, name: str, module: object) -> None:
         layers[0].expect(
             False, f"cannot be trained inside of {kind}", "layers that are sharded once, by zero3",
             f"{kind} around {len(layers)} of them", "call the sharded model itself, because its "
-            "gradients are means over all ranks already; with Accelerate take the `Accelerator` of "
+            "gradients are means over all ranks already; with Fabric take the `Zero3Strategy` of "
+            "`zero3.beside.fabric`; with Accelerate take the `Accelerator` of "
             "`zero3.beside.accelerate`, or pass the data loader alone to `prepare`, and leave "
             "model and optimizer out")
 

@@ -18,7 +18,8 @@ $$\lVert g^{(r)} \rVert \ne \lVert g \rVert$$
 | `g.as_subclass(torch.Tensor)` | a plain tensor with the same memory, to look at this rank's part |
 
 `GradientElsewhere` has a gradient's shape and no memory. A shard's `.grad` is one of these while
-the gradient rests in CPU memory or in a file. Reading it is an error.
+the gradient rests in CPU memory or in a file, and so is the gradient of each parameter in
+`optimizer.param_groups` between steps. Reading it is an error.
 
 **Run this**: `python -m pytest tests/test_gradients.py`.
 
@@ -158,12 +159,24 @@ def mark(grad: torch.Tensor,
     return grad
 
 
-def elsewhere(flat: Any) -> GradientElsewhere:
+def at_rest(piece: nn.Parameter, flat: object) -> None:
+    """
+    ## Give a parameter of the optimizer a gradient without memory, between steps
+
+    The shard has the gradient until the step. Without this, somebody who clips
+    `optimizer.param_groups` would find no gradients, and clip nothing.
+    """
+    piece.grad = elsewhere(flat, piece)
+
+
+def elsewhere(flat: Any, like: nn.Parameter | None = None) -> GradientElsewhere:
     """
     ## A gradient without memory, for the shard of a flat parameter
+
+    * `like` is another parameter to make it for
     """
     with torch._C.DisableTorchFunction():
-        shard = flat.shard
+        shard = flat.shard if like is None else like
         one = torch.empty(1, dtype=shard.grad_dtype or shard.dtype, device=shard.device)
         grad = one.expand(len(shard)).as_subclass(GradientElsewhere)
         grad.untyped_storage().resize_(0)

@@ -93,7 +93,7 @@ from zero3.comm.parts import connect
 from zero3.flat import FlatParameter
 from zero3.guards.contents import check_groups, stray
 from zero3.guards.options import Named
-from zero3.guards.shard_gradients import GradientElsewhere, grad_of, set_grad
+from zero3.guards.shard_gradients import GradientElsewhere, at_rest, grad_of, set_grad
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.optimizer.buckets import Bucket
@@ -815,8 +815,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
                     tier = "device" if portion.device == states.layer.device else "cpu"
                     nbytes = portion.numel * states.master_dtype.itemsize
                     states.layer.listener.record(states.layer, "step", nbytes, tier=tier)
-            for piece in pieces:
-                piece.param.grad = None
+            for states, stepped in batch.items():
+                for piece in stepped:
+                    at_rest(piece.param, states.flat)
         for states in batch:
             states.drop_scaled_grad()
 

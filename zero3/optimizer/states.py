@@ -54,7 +54,14 @@ from torch import nn
 
 from zero3.flat import FlatParameter, Names
 from zero3.gradients import norm_of
-from zero3.guards.shard_gradients import GradientElsewhere, elsewhere, grad_of, plain_part, set_grad
+from zero3.guards.shard_gradients import (
+    GradientElsewhere,
+    at_rest,
+    elsewhere,
+    grad_of,
+    plain_part,
+    set_grad,
+)
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
 from zero3.offload.memory import copy_to
@@ -592,6 +599,8 @@ class ShardStates:
             where = slice(cuts[0].where.start, cuts[-1].where.stop)
             pieces.append(self._piece(self.group_indices[cuts[0].position], where, state))
         self.pieces = pieces
+        for piece in pieces:
+            at_rest(piece.param, self.flat)
         kept = {piece.param for piece in pieces}
         for piece in old:
             if piece.param not in kept:

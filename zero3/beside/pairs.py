@@ -1,0 +1,37 @@
+r"""
+# Pairs: the optimizer that steps a sharded model
+
+`optimizer_of` finds it among those that a loop has been given.
+
+Other libraries hand over models and optimizers in lists of their own. A checkpoint of shards needs
+both, and only a `Zero3Optimizer` can hold back gradients:
+
+$$\text{parameters of the optimizer} \cap \text{shards of the model} \ne \emptyset$$
+
+**Run this**: `python -m pytest tests/beside`.
+
+**Not covered, and what that costs**: two optimizers on one model. The first one is taken.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from zero3.optimizer.stage3 import Zero3Optimizer
+from zero3.sharded import ShardedModel
+
+
+def optimizer_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+                 ) -> torch.optim.Optimizer | None:
+    """
+    ## The optimizer of a sharded model, if it is one of these
+    """
+    shards = {*model.get_trainable_chunk()} if isinstance(model, ShardedModel) else set()
+    for optimizer in optimizers:
+        # Its parameters are its masters, which may be other tensors than the shards.
+        if isinstance(optimizer, Zero3Optimizer) and optimizer.model is model:
+            return optimizer
+        if not shards.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+            return optimizer
+    return None
