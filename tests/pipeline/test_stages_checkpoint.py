@@ -587,7 +587,7 @@ def test_what_is_wrong_in_one_stage_is_an_error_in_all(tmp_path):
     A damaged file, a parameter that the checkpoint or the model lacks, an error of the disk on one
     rank, other arguments in one stage: every rank of every stage is told, and nothing changes.
     Breaks where only the ranks of one stage agree, who then leave the others waiting.
-    Proves `load`, `save_load.save`, `_all_here`, `Entries.check`, `Saving._on_all_ranks`.
+    Proves `load`, `save_load.save`, `all_here`, `Entries.check`, `Saving._on_all_ranks`.
     """
     answers = run(is_refused, 4, tmp_path / "run")
     causes = [*(f"the file of rank {i}, is damaged" for i in range(4)),
