@@ -73,7 +73,7 @@ from zero3.whole_model.wrap import Zero3Model
 
 # Options of a param group that are not saved. The loading run chooses the implementation of the
 # step.
-_NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
+NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
 # The state of a loss scale.
 _SCALE = ("loss_scale", "good_steps", "skipped_steps")
 
@@ -299,7 +299,7 @@ class Entries(Named):
         return {
             "class": self.optimizer_class,
             "groups": [encode({**self._class_of(i), **{
-                k: v for k, v in group.items() if k not in _NOT_SAVED}}, "param group")
+                k: v for k, v in group.items() if k not in NOT_SAVED}}, "param group")
                 for i, group in enumerate(self.param_groups)],
             "scale": {key: getattr(self.optimizer, key) for key in _SCALE
                       if hasattr(self.optimizer, key)},
@@ -532,7 +532,7 @@ class Entries(Named):
                 # A scheduler adds options such as `initial_lr`, which this group may not have yet.
                 like = here.get(key, here.get("lr") if key.endswith("lr") else None)
                 fits = _kind(value) == _kind(like) if like is not None else type(value) is not dict
-                _expect(key not in _NOT_SAVED and fits, f"param group {theirs} has a `{key}` of "
+                _expect(key not in NOT_SAVED and fits, f"param group {theirs} has a `{key}` of "
                         f"{value!r:.60} there, and of {like!r:.60} here")
         for key, value in saved["scale"].items():
             counts = key in _SCALE and type(value) is int and value >= 0

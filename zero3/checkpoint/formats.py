@@ -442,7 +442,7 @@ class DcpFolder:
         self.scalars: dict[str, dict[str, torch.Tensor]] = {}
         # Parameters before their moments, to compare shapes.
         for name, key in sorted(self.keys, key=lambda pair: (pair[0], pair[1] != "param")):
-            entry = self.entries[self.keys[name, key]]
+            entry: Any = self.entries[self.keys[name, key]]
             keys = self.tensors.setdefault(name, {})
             shape = tuple(entry.size)
             if key == "step" or ("param" in keys and keys["param"][1] != shape):
