@@ -20,7 +20,7 @@ import torch.distributed as dist
 sys.modules.setdefault("torchvision", None)
 
 PAGE = Path(__file__).parents[2].joinpath("docs/loop.md").read_text(encoding="utf-8")
-ACCELERATE, TRAINER, LORA = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+ACCELERATE, TRAINER, LORA, DCP = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def replaced(text, *pairs):

@@ -44,7 +44,6 @@ moments, and then torch misses them. Split weights of tensor parallelism are rea
 """
 
 import math
-import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +62,6 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
     SavePlan,
-    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
@@ -97,8 +95,8 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     entries = all_here("saved", folder, model, optimizer)
     if entries.owners is not None:
         entries.spread = entries.owners.spread()
-    with all_or_none(entries, f"cannot be saved to {folder}", "a folder without a checkpoint, and "
-                     "whole weights on all ranks", "choose another folder; nothing has changed"):
+    with all_or_none(entries, f"cannot be saved to {folder}", "what DCP can write",
+                     "see there; nothing has changed"):
         _check(entries, Path(folder))
         described = entries.describe()
     listing = Listing({"optimizer": entries.options(), **entries.manifest(described)})
@@ -106,9 +104,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     state = {**(extra or {}), **dcp_state(listing, entries.replicated)}
     # Without copies ahead: their order would be by size, and a shard in a file be read many times.
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
-    with planner.open, warnings.catch_warnings():
-        # It warns that there is no process group.
-        warnings.simplefilter("ignore")
+    with planner.open:
         dcp.save(state, storage_writer=writer, planner=planner)
 
 
@@ -116,15 +112,15 @@ def _check(entries: Entries, folder: Path) -> None:
     """
     #### Refuse what cannot be written, before anything is
     """
-    if (folder / ".metadata").exists():
-        raise Broken("it has a checkpoint already")
-    if dist.is_initialized() and len(entries.comm.ranks) < dist.get_world_size():
-        raise Broken("the model is on some of the ranks only, and DCP's collectives are of all")
-    for flat in entries.flats:
-        for slot in flat.parameter.slots:
-            if entries.part(flat, slot):
-                raise Broken(f"`{entries.names(flat, slot)[0]}` is split by tensor parallelism; "
-                             "take `zero3.save`")
+    entries.expect(not (folder / ".metadata").exists(), f"cannot be saved to {folder}", "a folder "
+                   "without a checkpoint", "one of DCP's", "choose another folder")
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    entries.expect(len(entries.comm.ranks) == ranks, "cannot be written by DCP", "a model on all "
+                   f"{ranks} ranks", f"one on ranks {[*entries.comm.ranks]}", "take `zero3.save`")
+    split = [entries.names(flat, slot)[0] for flat in entries.flats
+             for slot in flat.parameter.slots if entries.part(flat, slot)]
+    entries.expect(not split, "cannot be written by DCP", "whole weights", f"parts of {split[:3]}, "
+                   "because of tensor parallelism", "take `zero3.save`")
 
 
 class _Boxes(dcp.DefaultSavePlanner):
@@ -158,7 +154,7 @@ class _Boxes(dcp.DefaultSavePlanner):
             key=lambda item: order[self.places[item.index][0]] if item.index in self.places else -1)
         return self.plan
 
-    def _boxes(self, item: WriteItem) -> list[WriteItem]:
+    def _boxes(self, item: Any) -> list[WriteItem]:
         """
         #### The boxes of a tensor in this rank's shard
         """
@@ -182,14 +178,14 @@ class _Boxes(dcp.DefaultSavePlanner):
             at = begin - first
             for chunk in boxes(tuple(slot.view.shape), begin - slot.offset, end - slot.offset):
                 index = MetadataIndex(dcp_key, chunk.offsets)
-                self.places[index] = (flat, key, slice(at, at + math.prod(chunk.sizes)))
-                at = self.places[index][2].stop
-                data: Any = item.tensor_data
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(
-                    chunk, data.properties, data.size)))
+                end_at = at + math.prod(chunk.sizes)
+                self.places[index] = (flat, key, slice(at, end_at))
+                data = replace(item.tensor_data, chunk=chunk)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                at = end_at
         return items
 
-    def resolve_data(self, write_item: WriteItem) -> Any:
+    def resolve_data(self, write_item: Any) -> Any:
         """
         ### The values of a box, when torch's writer gets to it
         """
@@ -203,8 +199,7 @@ class _Boxes(dcp.DefaultSavePlanner):
         # The writer keeps a reference to all that it has written, so free the memory.
         in_flight.free(self.written)
         self.written = self._values(flat, key, where).to("cpu", copy=True)
-        data: Any = write_item.tensor_data
-        return self.written.view(data.chunk.sizes)
+        return self.written.view(write_item.tensor_data.chunk.sizes)
 
     def _values(self, flat: Flat, key: str, where: slice) -> torch.Tensor:
         """
@@ -227,22 +222,20 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[ChunkStorageMeta
     The boxes follow each other in the range, so the elements of each are contiguous.
     """
     found = []
+    dims = len(shape)
+    # A tensor without dimensions has one element.
+    shape = shape or (1,)
     # The elements of one row, in each dimension.
     rows = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     while begin < end:
         # The outermost dimension in which a complete row begins here.
-        fits = [dim for dim, numel in enumerate(rows)
-                if begin % numel == 0 and begin + numel <= end]
+        dim = next(dim for dim, numel in enumerate(rows)
+                   if begin % numel == 0 and begin + numel <= end)
         offsets = [begin // numel % size for numel, size in zip(rows, shape, strict=True)]
-        sizes = [1] * len(shape)
-        numel = 1
-        # A tensor without dimensions has one element.
-        for dim in fits[:1]:
-            sizes[dim:] = shape[dim:]
-            sizes[dim] = min((end - begin) // rows[dim], shape[dim] - offsets[dim])
-            numel = math.prod(sizes)
-        found.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        begin += numel
+        count = min((end - begin) // rows[dim], shape[dim] - offsets[dim])
+        sizes = [1] * dim + [count, *shape[dim + 1 :]]
+        found.append(ChunkStorageMetadata(torch.Size(offsets[:dims]), torch.Size(sizes[:dims])))
+        begin += count * rows[dim]
     return found
 
 
@@ -348,12 +341,11 @@ class _Into(dcp.DefaultLoadPlanner):
     ## DCP's planner, which reads into these views, by the offsets of their boxes
     """
 
-    def __init__(self, views: dict[torch.Size, torch.Tensor]):
+    def __init__(self, views: dict[Any, torch.Tensor]):
         super().__init__()
         self.views = views
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None, "each box has an offset"
         return self.views[index.offset]
 
 
