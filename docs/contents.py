@@ -277,10 +277,11 @@ FURTHER = (
         ("zero3/guards/__init__.py", "all guards in one place")),
     chapter(
         "Other loops",
-        "accelerate and the Trainer, around a sharded model",
-        ("docs/loop.md", "use it in your loop: two programs"),
+        "accelerate, the Trainer and torch's checkpoints, with a sharded model",
+        ("docs/loop.md", "use it in your loop: three programs"),
         ("zero3/beside/accelerate.py", "accelerate: its calls, on a sharded model"),
-        ("zero3/beside/trainer.py", "Trainer: Hugging Face's loop, on a sharded model")),
+        ("zero3/beside/trainer.py", "Trainer: Hugging Face's loop, on a sharded model"),
+        ("zero3/beside/dcp.py", "DCP: torch's checkpoints, from shards")),
     chapter(
         "A training job",
         "the main job and its parts",

@@ -95,6 +95,7 @@ Read the files with numbers in this order. Those with "more" can be skipped.
 | more | `guards/__init__.py` | all guards in one place |
 | more | `beside/accelerate.py` | accelerate: its calls, on a sharded model |
 | more | `beside/trainer.py` | Trainer: Hugging Face's loop, on a sharded model |
+| more | `beside/dcp.py` | DCP: torch's checkpoints, from shards |
 | more | `train/job.py` | the main job, `make train` |
 | more | `train/gpt.py` | a byte-level GPT, as a list of layers |
 | more | `train/run.py` | its ranks and its checkpoints |

@@ -25,7 +25,7 @@ from tests.pipeline.test_stages_checkpoint import Run, layers
 from tests.ranks import run
 from zero3 import Offload, Zero3Optimizer, wrap
 from zero3.beside import dcp as sharded
-from zero3.beside.dcp import DcpCheckpoint, boxes, load, save
+from zero3.beside.dcp import DcpCheckpoint, boxes, load_dcp, save_dcp
 from zero3.checkpoint.entries import Entries
 from zero3.inject import inject, policies
 from zero3.train.gpt import GPTConfig, gpt_layers
@@ -152,17 +152,17 @@ def we_save(folder, *args):
     model, optimizer = ours(0, *args)
     dtype = model.sharded_layers[0].flats[0].shard.dtype
     train(model, optimizer, range(3), dtype)
-    save(folder, model, optimizer, extra={"step": 3})
+    save_dcp(folder, model, optimizer, extra={"step": 3})
     train(model, optimizer, [3], dtype)
-    save(f"{folder}-next", model, optimizer)
+    save_dcp(f"{folder}-next", model, optimizer)
 
 
 def we_load(source, folder, *args):
     model, optimizer = ours(1, *args)
-    load(source, model, optimizer)
-    save(folder, model, optimizer)
+    load_dcp(source, model, optimizer)
+    save_dcp(folder, model, optimizer)
     train(model, optimizer, [3], model.sharded_layers[0].flats[0].shard.dtype)
-    save(f"{folder}-next", model, optimizer)
+    save_dcp(f"{folder}-next", model, optimizer)
 
 
 def equal(one, other):
@@ -188,7 +188,7 @@ def test_we_go_on_from_a_folder_of_fsdp2(tmp_path, ranks, then):
     Its masters, moments, counts, options and buffers, to the bit, on any number of ranks; and one
     more step on as many ranks is torch's, to the bit where two ranks add. Breaks where a box lies
     elsewhere, a group's options are another's, or a tied weight is looked for under the other name.
-    Proves `beside.dcp.load`, `DcpCheckpoint`, `DcpCheckpoint.read`, `DcpCheckpoint.find`,
+    Proves `load_dcp`, `DcpCheckpoint`, `DcpCheckpoint.read`, `DcpCheckpoint.find`,
     `DcpFolder`, `_Into`, `_Objects`, `load_from`.
     """
     before, after = run(torch_saves, ranks, tmp_path / "torch", True)[0]
@@ -218,7 +218,7 @@ def test_fsdp2_goes_on_from_a_folder_of_ours(tmp_path, ranks, then, tier, layers
     """
     As torch's documentation has it, from any tier, and one more step is ours. Breaks where a key is
     called otherwise, an option is missing, or a tied weight has its states under the other name.
-    Proves `beside.dcp.save`, `_Boxes`, `dcp_state`, `Entries.names`, `Listing`.
+    Proves `save_dcp`, `_Boxes`, `dcp_state`, `Entries.names`, `Listing`.
     """
     run(we_save, ranks, tmp_path / "ours", tier, tmp_path, torch.float32, layers)
     there = in_plain_pytorch(tmp_path / "ours")
@@ -293,9 +293,9 @@ def counts_memory(folder, tier):
     DcpCheckpoint.read = lambda self, *args: reads.append(args[3] - args[2]) or read(self, *args)
     torch.load = counted
     try:
-        save(folder / "ours", model, optimizer)
+        save_dcp(folder / "ours", model, optimizer)
         saved = len(opened)
-        load(folder / "ours", model, optimizer)
+        load_dcp(folder / "ours", model, optimizer)
     finally:
         sharded._Boxes.resolve_data, Entries.here = resolve, here
         DcpCheckpoint.read, torch.load = read, unpickle
@@ -362,8 +362,8 @@ def small(folder):
     dcp.save(state_of(plain, optimizer), checkpoint_id=folder / "torch")
     model = wrap(Small(1), nn.Sequential)
     one = Zero3Optimizer(model, torch.optim.AdamW, lr=0.5, fused=False)
-    load(folder / "torch", model, one)
-    save(folder / "ours", model, one)
+    load_dcp(folder / "torch", model, one)
+    save_dcp(folder / "ours", model, one)
     plain = Small(2)
     optimizer = torch.optim.AdamW(plain.parameters(), foreach=False)
     train(plain, optimizer, range(1))
@@ -408,8 +408,8 @@ def muon(folder):
     before = values(model, *pair)
     dcp.save(state_of(model, *pair), checkpoint_id=folder / "torch")
     one = of_ours(1)
-    load(folder / "torch", *one)
-    save(folder / "ours", *one)
+    load_dcp(folder / "torch", *one)
+    save_dcp(folder / "ours", *one)
     model, pair = of_torchs(2)
     # torch looks for the options of a group by its number.
     pair = pair[::-1]
@@ -436,7 +436,7 @@ def stages(folder):
     for kind in ("plain", "tied"):
         one = Run(("pipeline", 2, 1), kind, dtype=torch.float32)
         one.step(0)
-        save(folder / kind, one.model, one.optimizer)
+        save_dcp(folder / kind, one.model, one.optimizer)
         found.append(one.weights())
     return found
 
@@ -446,7 +446,7 @@ def no_stages(folder):
     found = []
     for kind in ("plain", "tied"):
         one = Run(("wrap", 1), kind, seed=1, dtype=torch.float32)
-        load(folder / kind, one.model, one.optimizer)
+        load_dcp(folder / kind, one.model, one.optimizer)
         model = nn.Sequential(*layers(kind, 2))
         state = {"model": model.state_dict()}
         dcp.load(state, checkpoint_id=folder / kind)
@@ -472,9 +472,9 @@ def replicas(folder):
     model = wrap(Net(0), Block, mesh=mesh)
     optimizer = Zero3Optimizer(model, torch.optim.AdamW, group_by=decay)
     train(model, optimizer, range(2))
-    save(folder, model, optimizer)
+    save_dcp(folder, model, optimizer)
     other = wrap(Net(1), Block)
-    load(folder, other)
+    load_dcp(folder, other)
     with model.full_params() as expected, other.full_params() as params:
         return equal(expected, params)
 
@@ -489,7 +489,7 @@ def test_replicas_write_one_checkpoint(tmp_path):
 def saves_small(folder):
     model, optimizer = ours(0)
     train(model, optimizer, range(1))
-    save(folder, model, optimizer)
+    save_dcp(folder, model, optimizer)
 
 
 def refuses(folders):
@@ -497,7 +497,7 @@ def refuses(folders):
     model, optimizer = ours(1)
     with model.full_params() as params:
         before = {name: p.clone() for name, p in params.items()}
-    told = [refused(lambda folder=folder: load(folder, model, optimizer)) for folder in folders]
+    told = [refused(lambda folder=folder: load_dcp(folder, model, optimizer)) for folder in folders]
     with model.full_params() as params:
         assert equal(before, params) == []
     assert not optimizer.state
@@ -552,7 +552,7 @@ def test_a_damaged_folder_is_an_error_on_all_ranks(tmp_path):
     """
     That names the tensor, and leaves model and optimizer as they were. A pickle of something else
     than numbers is not opened. Breaks where the model is changed before all was read.
-    Proves `beside.dcp.load`, `DcpCheckpoint`, `errors_name`, `all_or_none`.
+    Proves `load_dcp`, `DcpCheckpoint`, `errors_name`, `all_or_none`.
     """
     run(saves_small, 2, tmp_path / "good")
     folders = []
@@ -571,23 +571,23 @@ def test_a_damaged_folder_is_an_error_on_all_ranks(tmp_path):
 
 def refuses_to_save(folder):
     model, optimizer = ours(0)
-    save(folder / "one", model, optimizer)
-    told = [refused(lambda: save(folder / "one", model, optimizer))]
+    save_dcp(folder / "one", model, optimizer)
+    told = [refused(lambda: save_dcp(folder / "one", model, optimizer))]
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "shard"))
     part = wrap(Net(0), Block, mesh=mesh["shard"])
-    told.append(refused(lambda: save(folder / f"part{dist.get_rank()}", part)))
+    told.append(refused(lambda: save_dcp(folder / f"part{dist.get_rank()}", part)))
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tensor", "shard"))
     split = nn.Sequential(*gpt_layers(GPTConfig(seq_len=8, d_model=16, n_layers=2)))
     inject(split, [policies.tensor_parallel(mesh["tensor"])])
     split = wrap(split, tuple({type(layer) for layer in split}), mesh=mesh["shard"])
-    told.append(refused(lambda: save(folder / "split", split)))
+    told.append(refused(lambda: save_dcp(folder / "split", split)))
     return told
 
 
 def test_what_cannot_be_written_is_an_error(tmp_path):
     """
     A folder that has a checkpoint, a model on some of the ranks, and weights that are split.
-    Proves `beside.dcp.save`, `dcp._check`.
+    Proves `save_dcp`, `dcp._check`.
     """
     for one, part, split in run(refuses_to_save, 2, tmp_path):
         assert "a folder without a checkpoint" in one

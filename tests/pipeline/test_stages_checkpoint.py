@@ -270,7 +270,7 @@ def test_a_pipeline_saves_and_every_layout_loads_and_goes_on(saved, layout):
     shard in the files of another stage, and where a stage keeps its own learning rate of a param
     group that only another stage has parameters of.
     Proves I10, `save_load.save`, `load`, `Entries.tensor_names`, `TensorNames`,
-    `CheckpointReader.files_at`, `CheckpointReader.find`.
+    `CheckpointReader.files_at`, `Listing.find`.
     """
     folder, answers = saved
     check_load(folder, answers, PIPELINE, layout, BOTH)
@@ -292,7 +292,7 @@ def test_tied_weights_are_saved_once_and_found_by_either_name(tmp_path, layout):
     """
     The embedding is in the first stage, and the last one borrows it. Another pipeline loads it, and
     so does a wrapped model, and the other way round. Breaks where the borrowed copy is saved too.
-    Proves `Entries.names`, `CheckpointReader.find`.
+    Proves `Entries.names`, `Listing.find`.
     """
     cases = ({"kind": "tied", "dtype": FP64},)
     check(tmp_path, PIPELINE, layout, cases)

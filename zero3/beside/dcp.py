@@ -1,8 +1,8 @@
 r"""
 # DCP: checkpoints of `torch.distributed.checkpoint`, from shards
 
-`save` and `load` write and read the folders of `torch.distributed.checkpoint` (DCP) in place of
-ours, so FSDP2 or plain PyTorch resumes a run of zero3, and the other way round.
+`save_dcp` writes a folder that `torch.distributed.checkpoint` (DCP) loads, and `load_dcp` reads one
+that it has saved, so FSDP2 or plain PyTorch resumes a run of zero3, and the other way round.
 
 DCP cuts a tensor into boxes, each of which has an offset and a size in every dimension. A shard is
 a range of a flat parameter, so it is not a box. But a few boxes make it up. **A layer on two
@@ -26,8 +26,8 @@ the fp32 master, as FSDP2 with mixed precision has fp32 parameters. A moment is
 
 | | here | FSDP2 and plain PyTorch |
 |---|---|---|
-| write | `save(folder, model, optimizer)` | `dcp.save({"model": m, "optim": o}, ...)` |
-| read | `load(folder, model, optimizer)` | `dcp.load(state, ...)`, then `set_state_dict` |
+| write | `save_dcp(folder, model, optimizer)` | `dcp.save({"model": m, "optim": o}, ...)` |
+| read | `load_dcp(folder, model, optimizer)` | `dcp.load(state, ...)`, then `set_state_dict` |
 
 Whatever else is in the folder, for instance in `extra`, `torch.distributed.checkpoint.load` reads:
 `state = {"step": 0}; torch.distributed.checkpoint.load(state, checkpoint_id=folder)`.
@@ -40,7 +40,9 @@ whole: a tensor that one process wrote is in the memory of each rank that has a 
 time, and up to $2n - 1$ times. Random numbers are not saved, and of buffers those of the first
 rank. Options of param groups are read as `get_state_dict` writes them; after
 `flatten_optimizer_state_dict=True` this optimizer keeps its own. Before the first step there are no
-moments, and then torch misses them. Split weights of tensor parallelism are read and not written.
+moments, and then torch misses them. torch looks for the options of a param group by its number, so
+groups of several classes need the same order there. Split weights of tensor parallelism are read
+and not written.
 """
 
 import math
@@ -76,8 +78,10 @@ from zero3.offload.tensors import Broken
 from zero3.optimizer.portions import Here, inside
 
 
-def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
-         extra: dict[str, object] | None = None) -> None:
+def save_dcp(folder: str | Path,
+             model: nn.Module,
+             optimizer: torch.optim.Optimizer | None = None,
+             extra: dict[str, object] | None = None) -> None:
     """
     ## Write a folder that FSDP2 and plain PyTorch load
 
@@ -135,11 +139,12 @@ class _Boxes(dcp.DefaultSavePlanner):
         own = [i for i, flat in enumerate(listing.flats) if flat["place"] == entries.place]
         # This rank's flat parameters, by their numbers in the listing.
         self.own = dict(zip(own, entries.flats, strict=True))
-        # Where the values of each box are: the flat parameter, the key and the range of the shard.
-        self.places: dict[MetadataIndex, tuple[Flat, str, slice]] = {}
+        # Where the values of each box are: the number of the flat parameter, the key, and the range
+        # of the shard.
+        self.places: dict[MetadataIndex, tuple[int, str, slice]] = {}
         # The flat parameter whose states are in memory, until the next one is needed.
         self.open = ExitStack()
-        self.flat: Flat | None = None
+        self.number = -1
         self.here: list[Here] = []
         self.written = torch.empty(0)
 
@@ -149,9 +154,7 @@ class _Boxes(dcp.DefaultSavePlanner):
         """
         plan = super().create_local_plan()
         self.plan = replace(plan, items=[box for item in plan.items for box in self._boxes(item)])
-        order = {flat: i for i, flat in enumerate(self.own.values())}
-        self.plan.items.sort(
-            key=lambda item: order[self.places[item.index][0]] if item.index in self.places else -1)
+        self.plan.items.sort(key=lambda item: self.places.get(item.index, (-1,))[0])
         return self.plan
 
     def _boxes(self, item: Any) -> list[WriteItem]:
@@ -179,7 +182,7 @@ class _Boxes(dcp.DefaultSavePlanner):
             for chunk in boxes(tuple(slot.view.shape), begin - slot.offset, end - slot.offset):
                 index = MetadataIndex(dcp_key, chunk.offsets)
                 end_at = at + math.prod(chunk.sizes)
-                self.places[index] = (flat, key, slice(at, end_at))
+                self.places[index] = (param.flat, key, slice(at, end_at))
                 data = replace(item.tensor_data, chunk=chunk)
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
                 at = end_at
@@ -191,11 +194,12 @@ class _Boxes(dcp.DefaultSavePlanner):
         """
         if write_item.index not in self.places:
             return super().resolve_data(write_item)
-        flat, key, where = self.places[write_item.index]
-        if flat is not self.flat:
+        number, key, where = self.places[write_item.index]
+        flat = self.own[number]
+        if number != self.number:
             self.open.close()
             self.here = self.open.enter_context(self.entries.here(flat))
-            self.flat = flat
+            self.number = number
         # The writer keeps a reference to all that it has written, so free the memory.
         in_flight.free(self.written)
         self.written = self._values(flat, key, where).to("cpu", copy=True)
@@ -242,10 +246,11 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[ChunkStorageMeta
 # ------------------------------------------------------------------------------------------- load
 
 
-def load(folder: str | Path, model: nn.Module,
-         optimizer: torch.optim.Optimizer | None = None) -> None:
+def load_dcp(folder: str | Path,
+             model: nn.Module,
+             optimizer: torch.optim.Optimizer | None = None) -> None:
     """
-    ## Read a folder that FSDP2, plain PyTorch or `save` has written
+    ## Read a folder that FSDP2, plain PyTorch or `save_dcp` has written
 
     All ranks call this with the same arguments, between steps, on any number of ranks. The model
     changes only after all ranks have read everything once.
@@ -278,9 +283,10 @@ class DcpCheckpoint(CheckpointReader):
         for (kind, at, option), value in self._objects().items():
             known = groups if kind == "param_groups" else scalars
             known.setdefault(at, {})[option] = value
-        found = {name: at for at, group in groups.items() for name in group.get("params", ())}
+        ordered = [group for _, group in sorted(groups.items())]
+        found = {name: i for i, group in enumerate(ordered) for name in group.get("params", ())}
         options = [encode({key: value for key, value in group.items() if key not in NOT_SAVED},
-                          "param group") for _, group in sorted(groups.items())]
+                          "param group") for group in ordered]
         Listing.__init__(self, {
             "step": 0, "world_size": 1, "places": 1, "replicated": {}, "extra": None,
             # DCP does not have the class of the optimizer.
