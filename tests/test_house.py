@@ -47,7 +47,7 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 984, "beside": 387, "checkpoint": 1430, "comm": 1001, "compiler": 1116, "compression":
+MOST = {"": 984, "beside": 389, "checkpoint": 1431, "comm": 1001, "compiler": 1116, "compression":
         896, "estimate": 769, "guards": 572, "inject": 756, "offload": 972, "optimizer": 1353,
         "pipeline": 937, "train": 963, "whole_model": 980}
 # What the heart reaches by its imports, in lines of code.

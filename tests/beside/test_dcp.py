@@ -381,7 +381,7 @@ def test_small_parameters_and_a_rate_that_is_a_tensor(tmp_path):
     """
     Parameters without dimensions and without elements, one that no step has used, and a learning
     rate that torch writes as a tensor: both ways, to the bit.
-    Proves `DcpCheckpoint._objects`, `_dcp_keys`, `_meta`.
+    Proves `DcpCheckpoint._read_objects`, `_dcp_keys`, `_meta`.
     """
     assert run(small, 1, tmp_path)[0] == ([], pytest.approx(0.01))
 

@@ -45,6 +45,7 @@ groups of several classes need the same order there. Split weights of tensor par
 and not written.
 """
 
+import io
 import math
 from contextlib import ExitStack
 from dataclasses import replace
@@ -140,8 +141,8 @@ class _Boxes(dcp.DefaultSavePlanner):
         # This rank's flat parameters, by their numbers in the listing.
         self.own = dict(zip(own, entries.flats, strict=True))
         # Where the values of each box are: the number of the flat parameter, the key, and the range
-        # of the shard.
-        self.places: dict[MetadataIndex, tuple[int, str, slice]] = {}
+        # of the shard; and the size of the box.
+        self.places: dict[MetadataIndex, tuple[int, str, slice, torch.Size]] = {}
         # The flat parameter whose states are in memory, until the next one is needed.
         self.open = ExitStack()
         self.number = -1
@@ -157,7 +158,7 @@ class _Boxes(dcp.DefaultSavePlanner):
         self.plan.items.sort(key=lambda item: self.places.get(item.index, (-1,))[0])
         return self.plan
 
-    def _boxes(self, item: Any) -> list[WriteItem]:
+    def _boxes(self, item: WriteItem) -> list[WriteItem]:
         """
         #### The boxes of a tensor in this rank's shard
         """
@@ -165,6 +166,7 @@ class _Boxes(dcp.DefaultSavePlanner):
         if not is_meta(self.state_dict[dcp_key]):
             # Every rank has the whole, and the first one writes it.
             return [item] if self.entries.stage_comm.rank == 0 else []
+        assert item.tensor_data, "it is a tensor"
         name, key = name_and_key(dcp_key)
         param = self.listing.by_name[name]
         if param.flat not in self.own:
@@ -182,19 +184,19 @@ class _Boxes(dcp.DefaultSavePlanner):
             for chunk in boxes(tuple(slot.view.shape), begin - slot.offset, end - slot.offset):
                 index = MetadataIndex(dcp_key, chunk.offsets)
                 end_at = at + math.prod(chunk.sizes)
-                self.places[index] = (param.flat, key, slice(at, end_at))
+                self.places[index] = (param.flat, key, slice(at, end_at), chunk.sizes)
                 data = replace(item.tensor_data, chunk=chunk)
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
                 at = end_at
         return items
 
-    def resolve_data(self, write_item: Any) -> Any:
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """
         ### The values of a box, when torch's writer gets to it
         """
         if write_item.index not in self.places:
             return super().resolve_data(write_item)
-        number, key, where = self.places[write_item.index]
+        number, key, where, sizes = self.places[write_item.index]
         flat = self.own[number]
         if number != self.number:
             self.open.close()
@@ -203,7 +205,7 @@ class _Boxes(dcp.DefaultSavePlanner):
         # The writer keeps a reference to all that it has written, so free the memory.
         in_flight.free(self.written)
         self.written = self._values(flat, key, where).to("cpu", copy=True)
-        return self.written.view(write_item.tensor_data.chunk.sizes)
+        return self.written.view(sizes)
 
     def _values(self, flat: Flat, key: str, where: slice) -> torch.Tensor:
         """
@@ -278,31 +280,26 @@ class DcpCheckpoint(CheckpointReader):
         self.dcp = DcpFolder(folder)
         # Files of ours would have random numbers.
         self.files = []
-        groups: dict[int, dict[str, Any]] = {}
-        scalars: dict[str, dict[str, Any]] = self.dcp.scalars
-        for (kind, at, option), value in self._objects().items():
-            known = groups if kind == "param_groups" else scalars
-            known.setdefault(at, {})[option] = value
-        ordered = [group for _, group in sorted(groups.items())]
-        found = {name: i for i, group in enumerate(ordered) for name in group.get("params", ())}
+        groups = self._read_objects()
+        found = {name: i for i, group in enumerate(groups) for name in group.get("params", ())}
         options = [encode({key: value for key, value in group.items() if key not in NOT_SAVED},
-                          "param group") for group in ordered]
+                          "param group") for group in groups]
         Listing.__init__(self, {
             "step": 0, "world_size": 1, "places": 1, "replicated": {}, "extra": None,
             # DCP does not have the class of the optimizer.
             "optimizer": {"class": "", "groups": options, "scale": {}} if options else None,
-            "flats": [flat_entry(name, keys, scalars.get(name, {}), found.get(name))
+            "flats": [flat_entry(name, keys, self.dcp.scalars.get(name, {}), found.get(name))
                       for name, keys in self.dcp.tensors.items()]})
 
-    def _objects(self) -> dict[tuple[str, Any, str], Any]:
+    def _read_objects(self) -> list[dict[str, Any]]:
         """
-        #### Options of param groups, and states that are no tensors
+        #### Read the options of all param groups, and the states that are no tensors
 
-        By the ends of their paths: `("param_groups", 0, "lr")` or `("state", NAME, "step")`.
+        The paths of DCP's keys end with `("param_groups", 0, "lr")` or `("state", NAME, "step")`.
         """
         paths = {dcp_key: path for dcp_key, path in (self.dcp.metadata.planner_data or {}).items()
                  if path[-3:-2] in (("param_groups",), ("state",))}
-        wanted: dict[str, Any] = {}
+        wanted: dict[str, torch.Tensor | None] = {}
         for dcp_key, path in paths.items():
             entry = self.dcp.entries[dcp_key]
             if isinstance(entry, BytesStorageMetadata):
@@ -314,7 +311,12 @@ class DcpCheckpoint(CheckpointReader):
         planner.set_up_planner(wanted, self.dcp.metadata, True)
         with errors_name("an option of the optimizer"):
             self.dcp.reader.read_data(planner.create_local_plan(), planner).wait()
-        return {paths[dcp_key][-3:]: value for dcp_key, value in planner.state_dict.items()}
+        groups: dict[int, dict[str, Any]] = {}
+        for dcp_key, value in planner.state_dict.items():
+            kind, at, name = paths[dcp_key][-3:]
+            known = groups if kind == "param_groups" else self.dcp.scalars
+            known.setdefault(at, {})[name] = value
+        return [group for _, group in sorted(groups.items())]
 
     def find(self, names: list[str]) -> Param | None:
         """
@@ -336,8 +338,9 @@ class DcpCheckpoint(CheckpointReader):
             items = create_read_items_for_chunk_list(dcp_key, entry, chunks)
             if sum(math.prod(item.lengths) for item in items) != len(values):
                 raise Broken("some elements are in no file")
-            views = {chunk.offsets: part.view(chunk.sizes)
-                     for chunk, part in zip(chunks, parts, strict=True)}
+            views: dict[torch.Size | None, torch.Tensor] = {
+                chunk.offsets: part.view(chunk.sizes)
+                for chunk, part in zip(chunks, parts, strict=True)}
             self.dcp.reader.read_data(LoadPlan(items), _Into(views)).wait()
         return values
 
@@ -347,7 +350,7 @@ class _Into(dcp.DefaultLoadPlanner):
     ## DCP's planner, which reads into these views, by the offsets of their boxes
     """
 
-    def __init__(self, views: dict[Any, torch.Tensor]):
+    def __init__(self, views: dict[torch.Size | None, torch.Tensor]):
         super().__init__()
         self.views = views
 
@@ -360,5 +363,5 @@ class _Objects(dcp.DefaultLoadPlanner):
     ## DCP's planner, which runs nothing that is in a pickle
     """
 
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

@@ -314,7 +314,7 @@ def to_dcp(folder: Path, out: Path) -> None:
     print_escaped(f"wrote {written} tensors of step {checkpoint.manifest['step']} to {out}")
 
 
-def dcp_state(checkpoint: Listing, replicated: dict[str, torch.Tensor]) -> dict[str, Any]:
+def dcp_state(checkpoint: Listing, replicated: dict[str, torch.Tensor]) -> dict[str, object]:
     """
     ## The state dict that DCP is to write
 
@@ -333,7 +333,7 @@ def dcp_state(checkpoint: Listing, replicated: dict[str, torch.Tensor]) -> dict[
                               for key in known["moments"]} | decode(known["scalars"])
     model |= replicated
     states = {name: known for name, known in states.items() if known}
-    state: dict[str, Any] = {"model": model}
+    state: dict[str, object] = {"model": model}
     if groups := _dcp_groups(checkpoint, [*states]):
         state["optim"] = {"state": states, "param_groups": groups}
     return state
@@ -436,13 +436,14 @@ class DcpFolder:
         self.reader = _DcpReader(folder)
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, True)
-        self.entries: dict[str, Any] = self.metadata.state_dict_metadata
+        entries: dict[str, Any] = self.metadata.state_dict_metadata
+        self.entries = entries
         self.keys = _dcp_keys(self.metadata)
         self.tensors: dict[str, Like] = {}
         self.scalars: dict[str, dict[str, torch.Tensor]] = {}
         # Parameters before their moments, to compare shapes.
         for name, key in sorted(self.keys, key=lambda pair: (pair[0], pair[1] != "param")):
-            entry: Any = self.entries[self.keys[name, key]]
+            entry = self.entries[self.keys[name, key]]
             keys = self.tensors.setdefault(name, {})
             shape = tuple(entry.size)
             if key == "step" or ("param" in keys and keys["param"][1] != shape):
