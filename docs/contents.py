@@ -277,12 +277,13 @@ FURTHER = (
         ("zero3/guards/__init__.py", "all guards in one place")),
     chapter(
         "Other loops",
-        "accelerate, the Trainer and Fabric, around a sharded model",
-        ("docs/loop.md", "use it in your loop: four programs"),
+        "accelerate, the Trainer, Fabric and torch's checkpoints, with a sharded model",
+        ("docs/loop.md", "use it in your loop: six programs"),
         ("zero3/beside/accelerate.py", "accelerate: its calls, on a sharded model"),
         ("zero3/beside/trainer.py", "Trainer: Hugging Face's loop, on a sharded model"),
         ("zero3/beside/fabric.py", "Lightning Fabric: a strategy, for a sharded model"),
-        ("zero3/beside/pairs.py", "pairs: the optimizer that steps a sharded model")),
+        ("zero3/beside/pairs.py", "pairs: the optimizer that steps a sharded model"),
+        ("zero3/beside/dcp.py", "DCP: torch's checkpoints, from shards")),
     chapter(
         "A training job",
         "the main job and its parts",

@@ -97,6 +97,7 @@ Read the files with numbers in this order. Those with "more" can be skipped.
 | more | `beside/trainer.py` | Trainer: Hugging Face's loop, on a sharded model |
 | more | `beside/fabric.py` | Lightning Fabric: a strategy, for a sharded model |
 | more | `beside/pairs.py` | pairs: the optimizer that steps a sharded model |
+| more | `beside/dcp.py` | DCP: torch's checkpoints, from shards |
 | more | `train/job.py` | the main job, `make train` |
 | more | `train/gpt.py` | a byte-level GPT, as a list of layers |
 | more | `train/run.py` | its ranks and its checkpoints |

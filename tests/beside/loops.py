@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 PAGE = Path(__file__).parents[2].joinpath("docs/loop.md").read_text(encoding="utf-8")
-ACCELERATE, TRAINER, SFT, FABRIC, WATCH = re.findall(
+ACCELERATE, TRAINER, SFT, FABRIC, DCP, WATCH = re.findall(
     r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 

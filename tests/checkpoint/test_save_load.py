@@ -188,7 +188,7 @@ def test_what_is_saved_is_what_plain_pytorch_has(tmp_path):
     """
     Weights, both moments and steps of plain AdamW on the global batch, read from the files of three
     ranks by parameter. Breaks where a name belongs to another place in the flat parameter.
-    Proves `Entries.describe`, `Entries.tensors`, `CheckpointReader.states`,
+    Proves `Entries.describe`, `Entries.tensors`, `Listing.states`,
     `CheckpointReader.read_whole`, `Slot`.
     """
     run(goes_on, 3, None, tmp_path, "chain", FP64, "device", None, 3)

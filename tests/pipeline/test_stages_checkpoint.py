@@ -270,7 +270,7 @@ def test_a_pipeline_saves_and_every_layout_loads_and_goes_on(saved, layout):
     shard in the files of another stage, and where a stage keeps its own learning rate of a param
     group that only another stage has parameters of.
     Proves I10, `save_load.save`, `load`, `Entries.tensor_names`, `TensorNames`,
-    `CheckpointReader.files_at`, `CheckpointReader.find`.
+    `CheckpointReader.files_at`, `Listing.find`.
     """
     folder, answers = saved
     check_load(folder, answers, PIPELINE, layout, BOTH)
@@ -292,7 +292,7 @@ def test_tied_weights_are_saved_once_and_found_by_either_name(tmp_path, layout):
     """
     The embedding is in the first stage, and the last one borrows it. Another pipeline loads it, and
     so does a wrapped model, and the other way round. Breaks where the borrowed copy is saved too.
-    Proves `Entries.names`, `CheckpointReader.find`.
+    Proves `Entries.names`, `Listing.find`.
     """
     cases = ({"kind": "tied", "dtype": FP64},)
     check(tmp_path, PIPELINE, layout, cases)
@@ -587,7 +587,7 @@ def test_what_is_wrong_in_one_stage_is_an_error_in_all(tmp_path):
     A damaged file, a parameter that the checkpoint or the model lacks, an error of the disk on one
     rank, other arguments in one stage: every rank of every stage is told, and nothing changes.
     Breaks where only the ranks of one stage agree, who then leave the others waiting.
-    Proves `load`, `save_load.save`, `_all_here`, `Entries.check`, `Saving._on_all_ranks`.
+    Proves `load`, `save_load.save`, `all_here`, `Entries.check`, `Saving._on_all_ranks`.
     """
     answers = run(is_refused, 4, tmp_path / "run")
     causes = [*(f"the file of rank {i}, is damaged" for i in range(4)),

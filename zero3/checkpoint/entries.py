@@ -73,7 +73,7 @@ from zero3.whole_model.wrap import Zero3Model
 
 # Options of a param group that are not saved. The loading run chooses the implementation of the
 # step.
-_NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
+NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
 # The state of a loss scale.
 _SCALE = ("loss_scale", "good_steps", "skipped_steps")
 
@@ -157,6 +157,9 @@ class Entries(Named):
         self.model = model
         self.optimizer = optimizer
         paths = plain_names(model)
+        # The modules in the order of the plain model.
+        self.order = {path: i for i, path in enumerate(
+            path for found in paths.values() for path in found)}
         layers = [m for m in paths if isinstance(m, Zero3Layer) and m.flats]
         # All ranks of the model, also if it has no layers.
         self.comm = comm_of(model)
@@ -228,11 +231,14 @@ class Entries(Named):
 
     def names(self, flat: Flat, slot: Slot) -> list[str]:
         """
-        ### All names that a parameter has in the plain model
+        ### All names that a parameter has in the plain model, in the order of its modules
+
+        The first one is that of `named_parameters()`.
         """
         own = [f"{path}.{name}".strip(".") for path in flat.paths for name in slot.names]
         tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
-        return own + [name for name, p in tied.items() if p is slot.param and name not in own]
+        names = own + [name for name, p in tied.items() if p is slot.param and name not in own]
+        return sorted(names, key=lambda name: self.order.get(name.rpartition(".")[0], 0))
 
     def part(self, flat: Flat, slot: Slot) -> WeightPart | None:
         """
@@ -253,7 +259,7 @@ class Entries(Named):
             keys = {"param": type_name(flat.dtype)}
             states: dict[int, StatesEntry] = {}
             for index, where, piece in flat.pieces:
-                moments, others = self._state_of(piece)
+                moments, others = self.state_of(piece)
                 # An optimizer has no state for a parameter that it has not stepped yet.
                 if moments or others:
                     scalars = {key: encode(value, key) for key, value in others.items()}
@@ -274,9 +280,9 @@ class Entries(Named):
                 states))
         return described
 
-    def _state_of(self, piece: nn.Parameter) -> Spread:
+    def state_of(self, piece: nn.Parameter) -> Spread:
         """
-        #### The optimizer state of a piece
+        ### The optimizer state of a piece: its moments, and the rest
         """
         state = self.state.get(piece, {})
         moments = {key: value for key, value in state.items()
@@ -293,7 +299,7 @@ class Entries(Named):
         return {
             "class": self.optimizer_class,
             "groups": [encode({**self._class_of(i), **{
-                k: v for k, v in group.items() if k not in _NOT_SAVED}}, "param group")
+                k: v for k, v in group.items() if k not in NOT_SAVED}}, "param group")
                 for i, group in enumerate(self.param_groups)],
             "scale": {key: getattr(self.optimizer, key) for key in _SCALE
                       if hasattr(self.optimizer, key)},
@@ -361,7 +367,7 @@ class Entries(Named):
                         yield from (each.master for each in values)
                         continue
                     for _, where, piece in flat.pieces:
-                        moment = self._state_of(piece).moments.get(entry.key)
+                        moment = self.state_of(piece).moments.get(entry.key)
                         if moment is None:
                             # Only other param groups have this moment, because of their options.
                             moment = torch.zeros(where.stop - where.start, dtype=entry.dtype)
@@ -463,7 +469,8 @@ class Entries(Named):
         An error inside `take` would leave the model half loaded.
         """
         mine = self.optimizer_class
-        theirs = saved["class"] if saved else mine
+        # Not every format has the class.
+        theirs = (saved["class"] if saved else "") or mine
         _expect(theirs == mine or {theirs, mine} == {"Adam", "AdamW"},
                 f"the optimizer is {theirs} in the checkpoint, {mine} here; leave it out to load "
                 "the weights alone")
@@ -519,13 +526,13 @@ class Entries(Named):
             options = decode(saved["groups"][theirs])
             classes = [each.pop("optimizer", self.optimizer_class)
                        for each in (options, self._class_of(mine))]
-            _expect(classes[0] == classes[1], f"param group {theirs} is stepped by {classes[0]} "
-                    f"there, and by {classes[1]} here")
+            _expect(saved["class"] == "" or classes[0] == classes[1], f"param group {theirs} is "
+                    f"stepped by {classes[0]} there, and by {classes[1]} here")
             for key, value in options.items():
                 # A scheduler adds options such as `initial_lr`, which this group may not have yet.
                 like = here.get(key, here.get("lr") if key.endswith("lr") else None)
                 fits = _kind(value) == _kind(like) if like is not None else type(value) is not dict
-                _expect(key not in _NOT_SAVED and fits, f"param group {theirs} has a `{key}` of "
+                _expect(key not in NOT_SAVED and fits, f"param group {theirs} has a `{key}` of "
                         f"{value!r:.60} there, and of {like!r:.60} here")
         for key, value in saved["scale"].items():
             counts = key in _SCALE and type(value) is int and value >= 0

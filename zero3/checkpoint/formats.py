@@ -40,19 +40,19 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any, TextIO
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 
 from zero3 import __version__
 from zero3.checkpoint.reader import (
     CheckpointReader,
     FlatEntry,
+    Listing,
     StatesEntry,
     commit_checkpoint,
     decode,
@@ -95,7 +95,7 @@ def from_tensors(folder: Path,
         raise Broken(f"the step is {step}: pass a number of steps of at least 0")
     if folder.exists() and any(folder.iterdir()):
         raise Broken(f"{folder} is not empty: choose another")
-    flats = [_flat_entry(name, keys, scalars.get(name, {})) for name, keys in tensors.items()]
+    flats = [flat_entry(name, keys, scalars.get(name, {})) for name, keys in tensors.items()]
     entries = {f"{i}.{key}": (name, key) for i, (name, keys) in enumerate(tensors.items())
                for key in keys}
     like: Like = {f"{i}.{key}": (dtype, (math.prod(shape),))
@@ -117,11 +117,17 @@ def from_tensors(folder: Path,
     print_escaped(f"wrote {len(tensors)} parameters to {checkpoint}")
 
 
-def _flat_entry(name: str,
-                keys: Like,
-                scalars: Mapping[str, object]) -> FlatEntry:
+def flat_entry(name: str,
+               keys: Like,
+               scalars: Mapping[str, object],
+               group: int | None = None) -> FlatEntry:
     """
-    #### The manifest's entry for a parameter that is alone in its layer
+    ## The manifest's entry for a parameter that is alone in its layer
+
+    * `keys` has the data type and shape of each of its tensors, and `scalars` its other states
+    * `group` is the number of its param group, if that is known
+
+    Raises `Broken` if its tensors do not fit together.
     """
     if "param" not in keys:
         raise Broken(f"`{name}` has moments but no values")
@@ -132,11 +138,13 @@ def _flat_entry(name: str,
         if other != shape:
             raise Broken(f"`{name}` has the shape {shape}, and its {key} {other}")
     moments = [key for key in keys if key != "param"]
-    states: StatesEntry = {"param_group": None, "moments": moments, "scalars": encode(scalars)}
+    states: StatesEntry = {"param_group": group, "moments": moments, "scalars": encode(scalars),
+                           "params": None}
     return {
-        "layer": name, "dtype": type_name(dtype), "numel": math.prod(shape), "padding": 0,
+        "place": 0, "layer": name, "dtype": type_name(dtype), "numel": math.prod(shape),
+        "padding": 0,
         "keys": {key: type_name(dtype) for key, (dtype, _) in keys.items()},
-        "params": [{"names": [name], "shape": [*shape], "offset": 0, "param_group": None}],
+        "params": [{"names": [name], "shape": [*shape], "offset": 0, "param_group": group}],
         "states": [states] if moments or scalars else []}
 
 
@@ -291,6 +299,29 @@ def to_dcp(folder: Path, out: Path) -> None:
     device, and `_DcpPlanner` reads the values of one at a time.
     """
     checkpoint = CheckpointReader(folder)
+    state = dcp_state(checkpoint, {name: checkpoint.replicated(0, name).to("meta")
+                                   for name in checkpoint.manifest["replicated"]})
+    make_output_folder(out)
+    # torch's writer keeps all tensors of a file in memory, so each tensor gets a file.
+    writer = dcp.FileSystemWriter(out, single_file_per_rank=False)
+    with warnings.catch_warnings():
+        # It warns that there is no process group.
+        warnings.simplefilter("ignore")
+        metadata = dcp.save(state, storage_writer=writer, planner=_DcpPlanner(checkpoint),
+                            no_dist=True)
+    written = sum(isinstance(entry, TensorStorageMetadata)
+                  for entry in metadata.state_dict_metadata.values())
+    print_escaped(f"wrote {written} tensors of step {checkpoint.manifest['step']} to {out}")
+
+
+def dcp_state(checkpoint: Listing, replicated: dict[str, torch.Tensor]) -> dict[str, object]:
+    """
+    ## The state dict that DCP is to write
+
+    * `replicated` has the tensors that every rank has whole
+
+    All others are on the meta device: a planner has their values.
+    """
     model: dict[str, torch.Tensor] = {}
     states: dict[str, dict[str, object]] = {}
     for param in checkpoint.params:
@@ -299,34 +330,21 @@ def to_dcp(folder: Path, out: Path) -> None:
             model[name] = _meta(TYPES[dtypes["param"]], param.shape)
         known = checkpoint.states(param)
         states[param.name] = {key: _meta(TYPES[dtypes[key]], param.shape)
-                              for key in known["moments"]}
-        for key, value in decode(known["scalars"]).items():
-            states[param.name][key] = value.to("meta") if torch.is_tensor(value) else value
-    for name in checkpoint.manifest["replicated"]:
-        model[name] = checkpoint.replicated(0, name).to("meta")
-
+                              for key in known["moments"]} | decode(known["scalars"])
+    model |= replicated
     states = {name: known for name, known in states.items() if known}
     state: dict[str, object] = {"model": model}
     if groups := _dcp_groups(checkpoint, [*states]):
         state["optim"] = {"state": states, "param_groups": groups}
-
-    make_output_folder(out)
-    # torch's writer keeps all tensors of a file in memory, so each tensor gets a file.
-    writer = dcp.FileSystemWriter(out, single_file_per_rank=False)
-    with warnings.catch_warnings():
-        # It warns that there is no process group.
-        warnings.simplefilter("ignore")
-        dcp.save(state, storage_writer=writer, planner=_DcpPlanner(checkpoint), no_dist=True)
-    written = len(model) + sum(map(torch.is_tensor, chain.from_iterable(
-        known.values() for known in states.values())))
-    print_escaped(f"wrote {written} tensors of step {checkpoint.manifest['step']} to {out}")
+    return state
 
 
 def _meta(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    # A tensor without elements needs no planner.
+    return torch.empty(shape, dtype=dtype, device="meta" if math.prod(shape) else "cpu")
 
 
-def _dcp_groups(checkpoint: CheckpointReader, trained: list[str]) -> list[dict[str, object]]:
+def _dcp_groups(checkpoint: Listing, trained: list[str]) -> list[dict[str, object]]:
     """
     #### The param groups in DCP's state dict
     """
@@ -366,17 +384,30 @@ class _DcpPlanner(dcp.DefaultSavePlanner):
         """
         #### The values of `model.NAME` or of `optim.state.NAME.KEY`
         """
-        if write_item.type == WriteItemType.BYTE_IO:
-            return super().resolve_data(write_item)
         dcp_key = write_item.index.fqn
-        if dcp_key.startswith("model."):
-            return self.checkpoint.replicated(0, dcp_key.removeprefix("model."))
-        name, _, key = dcp_key.removeprefix("optim.state.").rpartition(".")
-        param = self.checkpoint.by_name[name]
-        states = self.checkpoint.states(param)
-        if key in states["moments"]:
-            return self.checkpoint.read_whole(param, key)
-        return decode(states["scalars"])[key]
+        if not is_meta(self.state_dict[dcp_key]):
+            return super().resolve_data(write_item)
+        name, key = name_and_key(dcp_key)
+        if key == "param":
+            return self.checkpoint.replicated(0, name)
+        return self.checkpoint.read_whole(self.checkpoint.by_name[name], key)
+
+
+def is_meta(value: object) -> bool:
+    """
+    ## Whether a value in a state dict is a tensor whose values the planner has
+    """
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def name_and_key(dcp_key: str) -> tuple[str, str]:
+    """
+    ## The name of a parameter, and our key, for `model.NAME` or `optim.state.NAME.KEY`
+    """
+    if dcp_key.startswith("model."):
+        return dcp_key.removeprefix("model."), "param"
+    name, _, key = dcp_key.removeprefix("optim.state.").rpartition(".")
+    return name, key
 
 
 def from_dcp(source: Path,
@@ -387,33 +418,49 @@ def from_dcp(source: Path,
 
     * `step` is the number of steps taken; 0 takes it from the optimizer states
     """
-    reader = _DcpReader(source)
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, True)
-    entries: dict[str, Any] = metadata.state_dict_metadata
-    found = _dcp_keys(metadata)
+    found = DcpFolder(source)
+    steps_taken = [int(known["step"]) for known in found.scalars.values() if "step" in known]
+    from_tensors(folder, step or max(steps_taken, default=0), found.tensors, found.scalars,
+                 found.read)
 
-    def read(name: str, key: str) -> torch.Tensor:
-        entry = entries[found[name, key]]
+
+class DcpFolder:
+    """
+    ## The tensors in a folder of DCP's
+
+    * `tensors` and `scalars` are as for `from_tensors`
+    * `keys` has DCP's key of each tensor, by the parameter's name and our key
+    """
+
+    def __init__(self, folder: Path):
+        self.reader = _DcpReader(folder)
+        self.metadata = self.reader.read_metadata()
+        self.reader.set_up_storage_reader(self.metadata, True)
+        entries: dict[str, Any] = self.metadata.state_dict_metadata
+        self.entries = entries
+        self.keys = _dcp_keys(self.metadata)
+        self.tensors: dict[str, Like] = {}
+        self.scalars: dict[str, dict[str, torch.Tensor]] = {}
+        # Parameters before their moments, to compare shapes.
+        for name, key in sorted(self.keys, key=lambda pair: (pair[0], pair[1] != "param")):
+            entry = self.entries[self.keys[name, key]]
+            keys = self.tensors.setdefault(name, {})
+            shape = tuple(entry.size)
+            if key == "step" or ("param" in keys and keys["param"][1] != shape):
+                self.scalars.setdefault(name, {})[key] = self.read(name, key)
+            else:
+                keys[key] = (entry.properties.dtype, shape)
+
+    def read(self, name: str, key: str) -> torch.Tensor:
+        """
+        ### Read a whole tensor
+        """
+        entry = self.entries[self.keys[name, key]]
         values = torch.empty(entry.size, dtype=entry.properties.dtype)
         planner = dcp.DefaultLoadPlanner()
-        planner.set_up_planner({found[name, key]: values}, metadata, True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
+        planner.set_up_planner({self.keys[name, key]: values}, self.metadata, True)
+        self.reader.read_data(planner.create_local_plan(), planner).wait()
         return values
-
-    tensors: dict[str, Like] = {}
-    scalars: dict[str, dict[str, torch.Tensor]] = {}
-    # Parameters before their moments, to compare shapes.
-    for name, key in sorted(found, key=lambda pair: (pair[0], pair[1] != "param")):
-        entry = entries[found[name, key]]
-        keys = tensors.setdefault(name, {})
-        shape = tuple(entry.size)
-        if key == "step" or ("param" in keys and keys["param"][1] != shape):
-            scalars.setdefault(name, {})[key] = read(name, key)
-        else:
-            keys[key] = (entry.properties.dtype, shape)
-    steps_taken = [int(known["step"]) for known in scalars.values() if "step" in known]
-    from_tensors(folder, step or max(steps_taken, default=0), tensors, scalars, read)
 
 
 def _dcp_keys(metadata: dcp.Metadata) -> dict[tuple[str, str], str]:
@@ -431,9 +478,11 @@ def _dcp_keys(metadata: dcp.Metadata) -> dict[tuple[str, str], str]:
             continue
         if "optim" in path:
             # Either `state`, name and moment are parts of the path, or they are one part.
-            rest = ".".join(path[path.index("optim") + 1 :]).removeprefix("state.")
-            name, _, moment = rest.rpartition(".")
-            found[name, moment] = dcp_key
+            rest = ".".join(path[path.index("optim") + 1 :])
+            name, _, moment = rest.removeprefix("state.").rpartition(".")
+            # A learning rate may be a tensor, too.
+            if not rest.startswith("param_groups."):
+                found[name, moment] = dcp_key
         elif not nested:
             found[".".join(path), "param"] = dcp_key
         elif "model" in path:

@@ -354,7 +354,47 @@ class Param:
         return math.prod(self.shape)
 
 
-class CheckpointReader:
+class Listing:
+    """
+    ## The parameters that a manifest lists
+    """
+
+    def __init__(self, manifest: Manifest):
+        """
+        ### Find the parameters, under each of their names
+
+        Raises `ValueError` if the parts of a parameter do not make it up.
+        """
+        self.manifest = manifest
+        self.flats = manifest["flats"]
+        self.world_size = manifest["world_size"]
+        self.places = manifest["places"]
+        self.params = merge_parts([Param(i, entry) for i, flat in enumerate(self.flats)
+                                   for entry in flat["params"]])
+        self.by_name = {name: param for param in self.params for name in param.entry["names"]}
+
+    def find(self, names: list[str]) -> Param | None:
+        """
+        ### The parameter with one of these names, if there is one
+        """
+        return next((self.by_name[name] for name in names if name in self.by_name), None)
+
+    def states(self, param: Param) -> StatesEntry:
+        """
+        ### The optimizer states of a parameter: the names of its moments, and its other states
+        """
+        flat = self.flats[param.flat]
+        group = param.entry["param_group"]
+        index = flat["params"].index(param.entry)
+        for states in flat["states"]:
+            # A parameter without elements is in no list, and has the states of its param group.
+            of_all = states["params"] is None or 0 in param.entry["shape"]
+            if states["param_group"] == group and (of_all or index in (states["params"] or ())):
+                return {**states, "params": None}
+        return {"param_group": group, "moments": [], "scalars": {}, "params": None}
+
+
+class CheckpointReader(Listing):
     """
     ## Read a checkpoint
     """
@@ -369,22 +409,16 @@ class CheckpointReader:
         self.folder = folder
         # A forged manifest can raise any of the errors below.
         try:
-            self.manifest = _read_manifest(folder / MANIFEST)
-            self.flats = self.manifest["flats"]
-            self.world_size = self.manifest["world_size"]
-            self.places = self.manifest["places"]
+            super().__init__(_read_manifest(folder / MANIFEST))
             recent: dict[tuple[int, int], bytes] = {}
             self.files = [
                 TensorFile(folder / file_name(i, self.places * self.world_size), i, recent, **file)
                 for i, file in enumerate(self.manifest["files"])]
-            self.params = merge_parts([Param(i, entry) for i, flat in enumerate(self.flats)
-                                       for entry in flat["params"]])
             for flat in self.flats:
                 self._check(flat)
         except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
                 RecursionError) as error:
             raise Broken(f"{folder / MANIFEST}: {error!r}") from error
-        self.by_name = {name: param for param in self.params for name in param.entry["names"]}
 
     def _check(self, flat: FlatEntry) -> None:
         """
@@ -415,12 +449,6 @@ class CheckpointReader:
         """
         return self.files[place * self.world_size : (place + 1) * self.world_size]
 
-    def find(self, names: list[str]) -> Param | None:
-        """
-        ### The parameter with one of these names, if there is one
-        """
-        return next((self.by_name[name] for name in names if name in self.by_name), None)
-
     def _shard_numel(self, flat: FlatEntry) -> int:
         return (flat["numel"] + flat["padding"]) // self.world_size
 
@@ -441,7 +469,7 @@ class CheckpointReader:
         flat = self.flats[param.flat]
         shard_numel = self._shard_numel(flat)
         files = self.files_at(flat["place"])
-        with _errors_name(f"`{param.name}`, its {key}"):
+        with errors_name(f"`{param.name}`, its {key}"):
             values = torch.empty(end - begin, dtype=TYPES[flat["keys"][key]])
             done = 0
             while done < len(values):
@@ -499,24 +527,10 @@ class CheckpointReader:
         if param and name not in self.manifest["replicated"]:
             # Checkpoints that were made from other formats list buffers as parameters.
             return self.read_whole(param)
-        with _errors_name(f"`{name}`"):
+        with errors_name(f"`{name}`"):
             files = self.files_at(self.manifest["replicated"][name])
             file = files[rank if rank < self.world_size else 0]
             return file.read(f"replicated.{name}").view(file.header[f"replicated.{name}"]["shape"])
-
-    def states(self, param: Param) -> StatesEntry:
-        """
-        ### The optimizer states of a parameter: the names of its moments, and its other states
-        """
-        flat = self.flats[param.flat]
-        group = param.entry["param_group"]
-        index = flat["params"].index(param.entry)
-        for states in flat["states"]:
-            # A parameter without elements is in no list, and has the states of its param group.
-            of_all = states["params"] is None or 0 in param.entry["shape"]
-            if states["param_group"] == group and (of_all or index in (states["params"] or ())):
-                return {**states, "params": None}
-        return {"param_group": group, "moments": [], "scalars": {}, "params": None}
 
 
 def merge_parts(params: list[Param]) -> list[Param]:
@@ -542,9 +556,9 @@ def merge_parts(params: list[Param]) -> list[Param]:
 
 
 @contextmanager
-def _errors_name(part: str) -> Iterator[None]:
+def errors_name(part: str) -> Iterator[None]:
     """
-    #### Turn errors of reading into `Broken`, with the name of the part that cannot be read
+    ## Turn errors of reading into `Broken`, with the name of the part that cannot be read
     """
     try:
         yield

@@ -45,7 +45,7 @@ import os
 import random
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -114,8 +114,7 @@ def save(folder: str | Path,
     different arguments, if another run saves to the folder, or if the previous asynchronous save
     failed and no step has raised its error yet. The older checkpoints are not touched then.
     """
-    entries = _all_here("saved", folder, model, optimizer, step, keep, async_write)
-    _end_last_save(entries.comm)
+    entries = all_here("saved", folder, model, optimizer, step, keep, async_write)
     saving = Saving(entries, Path(folder), operator.index(step), operator.index(keep))
     saving.begin(extra, async_write)
     return saving
@@ -131,7 +130,7 @@ class _Caller:
     listener: Listener = Silence()
 
 
-def _all_here(done: str,
+def all_here(done: str,
               folder: str | Path,
               model: nn.Module,
               optimizer: torch.optim.Optimizer | None,
@@ -139,7 +138,9 @@ def _all_here(done: str,
               keep: int = 1,
               async_write: bool = False) -> Entries:
     """
-    #### List the contents of a model, check the arguments, and compare those of all ranks
+    ## List the contents of a model, check the arguments, and compare those of all ranks
+
+    * `done` is what is to be done with it, "saved" or "loaded"; the rest is as for `save`
 
     All ranks must call it (all-gather of the arguments). If one rank raises, all do: otherwise the
     others would wait for it forever.
@@ -164,13 +165,14 @@ def _all_here(done: str,
                "look at the arguments on that rank; nothing has changed")
     same(f"rank {comm.global_rank}: {entries.label} cannot be {done}", comm.ranks,
          comm.gather(mine), "call it alike on all ranks; nothing has changed")
+    _end_last_save(comm)
     return entries
 
 
 @contextmanager
-def _all_or_none(entries: Entries, what: str, expected: str, cure: str) -> Iterator[None]:
+def all_or_none(entries: Entries, what: str, expected: str, cure: str) -> Iterator[None]:
     """
-    #### Leave the block on all ranks, or raise an error on all if one of them has raised any
+    ## Leave the block on all ranks, or raise an error on all if one of them has raised any
     """
     problem = ""
     try:
@@ -357,7 +359,7 @@ class Saving:
         #### Leave the block on all ranks; if one has raised, clean up, and raise an error on all
         """
         try:
-            with _all_or_none(
+            with all_or_none(
                     self.entries, f"of step {self.step} cannot be saved to {self.folder}",
                     "a folder with room to write to, and an `extra` of numbers, strings, tensors, "
                     "lists and dicts", "make room, or choose another folder; the older checkpoints "
@@ -409,28 +411,35 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     Raises `RuntimeError` on all ranks if there is no checkpoint, or if it is damaged or of another
     model. The model and the optimizer are unchanged then. Keeps I5 and I10.
     """
-    entries = _all_here("loaded", folder, model, optimizer)
-    comm = entries.comm
-    _end_last_save(comm)
-    everywhere = entries.tensor_names()
+    entries = all_here("loaded", folder, model, optimizer)
     # Rank 0 chooses, because other machines may see an older state of a shared folder.
     path = Path(folder)
     with suppress(OSError):
         # `CheckpointReader` has the better error message.
         path = newest(path) or path
-    path = comm.gather(path)[0]
-    with _all_or_none(entries, f"in {path} cannot be loaded", "an intact checkpoint of this model "
-                      "and optimizer", "pass the folder of another one; `python -m "
-                      "zero3.checkpoint verify` tells which ones are intact"):
-        checkpoint = CheckpointReader(path)
+    return load_from(entries.comm.gather(path)[0], entries, CheckpointReader)
+
+
+def load_from(path: Path, entries: Entries, read: Callable[[Path], CheckpointReader]) -> object:
+    """
+    ## Load a checkpoint of any format
+
+    * `read` opens the folder `path`; the rest is as for `load`
+    """
+    everywhere = entries.tensor_names()
+    with all_or_none(entries, f"in {path} cannot be loaded", "an intact checkpoint of this model "
+                     "and optimizer", "pass the folder of another one; `python -m "
+                     "zero3.checkpoint verify` tells which ones of `zero3.save` are intact"):
+        checkpoint = read(path)
         groups = entries.check(checkpoint, everywhere)
         _read_all(checkpoint, entries)
         extra = decode(checkpoint.manifest["extra"])
-        states = _random_states_of(checkpoint, entries)
+        # Other formats have no such states.
+        states = _random_states_of(checkpoint, entries) if checkpoint.files else {}
         _check_random_states(states, entries.device)
-    with _all_or_none(entries, f"in {path} was whole, and then was not", "files that nobody writes "
-                      "to during a load", "load it again, or another one: until then the model has "
-                      "old and new values"):
+    with all_or_none(entries, f"in {path} was whole, and then was not", "files that nobody writes "
+                     "to during a load", "load it again, or another one: until then the model has "
+                     "old and new values"):
         entries.take(checkpoint, groups)
         _set_random_states(states, entries.device)
     return extra

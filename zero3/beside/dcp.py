@@ -1,0 +1,367 @@
+r"""
+# DCP: checkpoints of `torch.distributed.checkpoint`, from shards
+
+`save_dcp` writes a folder that `torch.distributed.checkpoint` (DCP) loads, and `load_dcp` reads one
+that it has saved, so FSDP2 or plain PyTorch resumes a run of zero3, and the other way round.
+
+DCP cuts a tensor into boxes, each of which has an offset and a size in every dimension. A shard is
+a range of a flat parameter, so it is not a box. But a few boxes make it up. **A layer on two
+ranks** has a weight of $2 \times 3$ and a bias of 2, eight elements in all. In the weight, rank 0
+has the range from 0 to 4, and rank 1 the range from 4 to 6:
+
+| | offset | size | elements |
+|---|---|---|---|
+| rank 0 | (0, 0) | (1, 3) | 0 1 2 |
+| rank 0 | (1, 0) | (1, 1) | 3 |
+| rank 1 | (1, 1) | (1, 2) | 4 5 |
+
+In every dimension but the first there can be an incomplete row at the beginning of the range and
+one at its end. So in $n$ dimensions
+
+$$\text{boxes of a range} \le 2n - 1$$
+
+The keys are those of torch's `get_state_dict`, with the names of the plain model. `model.NAME` is
+the fp32 master, as FSDP2 with mixed precision has fp32 parameters. A moment is
+`optim.state.NAME.exp_avg`. No rank has more than its shards, and one box or stored tensor:
+
+| | here | FSDP2 and plain PyTorch |
+|---|---|---|
+| write | `save_dcp(folder, model, optimizer)` | `dcp.save({"model": m, "optim": o}, ...)` |
+| read | `load_dcp(folder, model, optimizer)` | `dcp.load(state, ...)`, then `set_state_dict` |
+
+Whatever else is in the folder, for instance in `extra`, `torch.distributed.checkpoint.load` reads:
+`state = {"step": 0}; torch.distributed.checkpoint.load(state, checkpoint_id=folder)`.
+
+**Run this**: the program of [Use it in your loop](../../docs/loop.md).
+
+**Not covered, and what that costs**: DCP has no checksums, and its writer does not replace an older
+checkpoint as a whole, so each one needs a folder of its own. torch reads a stored tensor as a
+whole: a tensor that one process wrote is in the memory of each rank that has a part of it, one at a
+time, and up to $2n - 1$ times. Random numbers are not saved, and of buffers those of the first
+rank. Options of param groups are read as `get_state_dict` writes them; after
+`flatten_optimizer_state_dict=True` this optimizer keeps its own. Before the first step there are no
+moments, and then torch misses them. torch looks for the options of a param group by its number, so
+groups of several classes need the same order there. Split weights of tensor parallelism are read
+and not written.
+"""
+
+import io
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from zero3.checkpoint.entries import NOT_SAVED, Entries, Flat
+from zero3.checkpoint.formats import DcpFolder, dcp_state, flat_entry, is_meta, name_and_key
+from zero3.checkpoint.reader import CheckpointReader, Listing, Param, encode, errors_name
+from zero3.checkpoint.save_load import all_here, all_or_none, load_from
+from zero3.in_flight import in_flight
+from zero3.offload.tensors import Broken
+from zero3.optimizer.portions import Here, inside
+
+
+def save_dcp(folder: str | Path,
+             model: nn.Module,
+             optimizer: torch.optim.Optimizer | None = None,
+             extra: dict[str, object] | None = None) -> None:
+    """
+    ## Write a folder that FSDP2 and plain PyTorch load
+
+    All ranks call this with the same arguments, between a step and the next backward pass.
+
+    * `folder` has no checkpoint yet
+    * `model` and `optimizer` are as for `zero3.save`
+    * `extra` has whatever else is to be in the state dict, beside `model` and `optim`: anything
+      that `torch.distributed.checkpoint.save` takes
+
+    Raises `RuntimeError` on all ranks if the model is on some of the ranks only, if its weights are
+    split, or if the folder has a checkpoint. Raises torch's `CheckpointException` on all ranks if
+    one of them cannot write.
+    """
+    entries = all_here("saved", folder, model, optimizer)
+    if entries.owners is not None:
+        entries.spread = entries.owners.spread()
+    with all_or_none(entries, f"cannot be saved to {folder}", "what DCP can write",
+                     "see there; nothing has changed"):
+        _check(entries, Path(folder))
+        described = entries.describe()
+    listing = Listing({"optimizer": entries.options(), **entries.manifest(described)})
+    planner = _Boxes(entries, listing)
+    state = {**(extra or {}), **dcp_state(listing, entries.replicated)}
+    # Without copies ahead: their order would be by size, and a shard in a file be read many times.
+    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+    with planner.open:
+        dcp.save(state, storage_writer=writer, planner=planner)
+
+
+def _check(entries: Entries, folder: Path) -> None:
+    """
+    #### Refuse what cannot be written, before anything is
+    """
+    entries.expect(not (folder / ".metadata").exists(), f"cannot be saved to {folder}", "a folder "
+                   "without a checkpoint", "one of DCP's", "choose another folder")
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    entries.expect(len(entries.comm.ranks) == ranks, "cannot be written by DCP", "a model on all "
+                   f"{ranks} ranks", f"one on ranks {[*entries.comm.ranks]}", "take `zero3.save`")
+    split = [entries.names(flat, slot)[0] for flat in entries.flats
+             for slot in flat.parameter.slots if entries.part(flat, slot)]
+    entries.expect(not split, "cannot be written by DCP", "whole weights", f"parts of {split[:3]}, "
+                   "because of tensor parallelism", "take `zero3.save`")
+
+
+class _Boxes(dcp.DefaultSavePlanner):
+    """
+    ## DCP's planner, which writes a rank's shards as boxes
+    """
+
+    def __init__(self, entries: Entries, listing: Listing):
+        super().__init__()
+        self.entries = entries
+        self.listing = listing
+        own = [i for i, flat in enumerate(listing.flats) if flat["place"] == entries.place]
+        # This rank's flat parameters, by their numbers in the listing.
+        self.own = dict(zip(own, entries.flats, strict=True))
+        # Where the values of each box are: the number of the flat parameter, the key, and the range
+        # of the shard; and the size of the box.
+        self.places: dict[MetadataIndex, tuple[int, str, slice, torch.Size]] = {}
+        # The flat parameter whose states are in memory, until the next one is needed.
+        self.open = ExitStack()
+        self.number = -1
+        self.here: list[Here] = []
+        self.written = torch.empty(0)
+
+    def create_local_plan(self) -> SavePlan:
+        """
+        ### List the boxes of this rank, one flat parameter after the other
+        """
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[box for item in plan.items for box in self._boxes(item)])
+        self.plan.items.sort(key=lambda item: self.places.get(item.index, (-1,))[0])
+        return self.plan
+
+    def _boxes(self, item: WriteItem) -> list[WriteItem]:
+        """
+        #### The boxes of a tensor in this rank's shard
+        """
+        dcp_key = item.index.fqn
+        if not is_meta(self.state_dict[dcp_key]):
+            # Every rank has the whole, and the first one writes it.
+            return [item] if self.entries.stage_comm.rank == 0 else []
+        assert item.tensor_data, "it is a tensor"
+        name, key = name_and_key(dcp_key)
+        param = self.listing.by_name[name]
+        if param.flat not in self.own:
+            # It is at another place in the pipeline.
+            return []
+        flat = self.own[param.flat]
+        slot = flat.parameter.slots[self.listing.flats[param.flat]["params"].index(param.entry)]
+        shard_numel = len(flat.parameter.shard)
+        first = self.entries.comm.rank * shard_numel
+        items = []
+        for cut in [where for _, where, _ in flat.pieces] or [slice(0, shard_numel)]:
+            begin = max(slot.offset, first + cut.start)
+            end = min(slot.end, first + cut.stop)
+            at = begin - first
+            for chunk in boxes(tuple(slot.view.shape), begin - slot.offset, end - slot.offset):
+                index = MetadataIndex(dcp_key, chunk.offsets)
+                end_at = at + math.prod(chunk.sizes)
+                self.places[index] = (param.flat, key, slice(at, end_at), chunk.sizes)
+                data = replace(item.tensor_data, chunk=chunk)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                at = end_at
+        return items
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """
+        ### The values of a box, when torch's writer gets to it
+        """
+        if write_item.index not in self.places:
+            return super().resolve_data(write_item)
+        number, key, where, sizes = self.places[write_item.index]
+        flat = self.own[number]
+        if number != self.number:
+            self.open.close()
+            self.here = self.open.enter_context(self.entries.here(flat))
+            self.number = number
+        # The writer keeps a reference to all that it has written, so free the memory.
+        in_flight.free(self.written)
+        self.written = self._values(flat, key, where).to("cpu", copy=True)
+        return self.written.view(sizes)
+
+    def _values(self, flat: Flat, key: str, where: slice) -> torch.Tensor:
+        """
+        #### A range of a shard's masters, or of one of its moments
+        """
+        found = [(each.where, each.master) for each in self.here]
+        if key != "param":
+            states = [(cut, self.entries.state_of(piece)) for _, cut, piece in flat.pieces]
+            found = [(cut, state.moments[key]) for cut, state in states if key in state.moments]
+        return next(values[inside(cut, where)] for cut, values in found
+                    if cut.start <= where.start < cut.stop)
+
+
+def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[ChunkStorageMetadata]:
+    """
+    ## Cut a range of elements of a tensor into boxes
+
+    * `shape` is that of the tensor, whose elements are counted row by row
+
+    The boxes follow each other in the range, so the elements of each are contiguous.
+    """
+    found = []
+    dims = len(shape)
+    # A tensor without dimensions has one element.
+    shape = shape or (1,)
+    # The elements of one row, in each dimension.
+    rows = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    while begin < end:
+        # The outermost dimension in which a complete row begins here.
+        dim = next(dim for dim, numel in enumerate(rows)
+                   if begin % numel == 0 and begin + numel <= end)
+        offsets = [begin // numel % size for numel, size in zip(rows, shape, strict=True)]
+        count = min((end - begin) // rows[dim], shape[dim] - offsets[dim])
+        sizes = [1] * dim + [count, *shape[dim + 1 :]]
+        found.append(ChunkStorageMetadata(torch.Size(offsets[:dims]), torch.Size(sizes[:dims])))
+        begin += count * rows[dim]
+    return found
+
+
+# ------------------------------------------------------------------------------------------- load
+
+
+def load_dcp(folder: str | Path,
+             model: nn.Module,
+             optimizer: torch.optim.Optimizer | None = None) -> None:
+    """
+    ## Read a folder that FSDP2, plain PyTorch or `save_dcp` has written
+
+    All ranks call this with the same arguments, between steps, on any number of ranks. The model
+    changes only after all ranks have read everything once.
+
+    * `folder` has a state dict with `model` and `optim`, at the top or inside of another key
+    * `model` and `optimizer` have the same parameters as the saved ones. Without an optimizer the
+      weights are loaded alone
+
+    Raises `RuntimeError` on all ranks if a tensor is missing, damaged or of another shape. The
+    model and the optimizer are unchanged then.
+    """
+    load_from(Path(folder), all_here("loaded", folder, model, optimizer), DcpCheckpoint)
+
+
+class DcpCheckpoint(CheckpointReader):
+    """
+    ## Read a folder of DCP's as if it were a checkpoint of ours
+    """
+
+    def __init__(self, folder: Path):
+        """
+        ### Read the list of tensors, and the options of param groups
+        """
+        self.folder = folder
+        self.dcp = DcpFolder(folder)
+        # Files of ours would have random numbers.
+        self.files = []
+        groups = self._read_objects()
+        found = {name: i for i, group in enumerate(groups) for name in group.get("params", ())}
+        options = [encode({key: value for key, value in group.items() if key not in NOT_SAVED},
+                          "param group") for group in groups]
+        Listing.__init__(self, {
+            "step": 0, "world_size": 1, "places": 1, "replicated": {}, "extra": None,
+            # DCP does not have the class of the optimizer.
+            "optimizer": {"class": "", "groups": options, "scale": {}} if options else None,
+            "flats": [flat_entry(name, keys, self.dcp.scalars.get(name, {}), found.get(name))
+                      for name, keys in self.dcp.tensors.items()]})
+
+    def _read_objects(self) -> list[dict[str, Any]]:
+        """
+        #### Read the options of all param groups, and the states that are no tensors
+
+        The paths of DCP's keys end with `("param_groups", 0, "lr")` or `("state", NAME, "step")`.
+        """
+        paths = {dcp_key: path for dcp_key, path in (self.dcp.metadata.planner_data or {}).items()
+                 if path[-3:-2] in (("param_groups",), ("state",))}
+        wanted: dict[str, torch.Tensor | None] = {}
+        for dcp_key, path in paths.items():
+            entry = self.dcp.entries[dcp_key]
+            if isinstance(entry, BytesStorageMetadata):
+                wanted[dcp_key] = None
+            elif path[-3] == "param_groups":
+                # A learning rate may be a tensor.
+                wanted[dcp_key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        planner = _Objects()
+        planner.set_up_planner(wanted, self.dcp.metadata, True)
+        with errors_name("an option of the optimizer"):
+            self.dcp.reader.read_data(planner.create_local_plan(), planner).wait()
+        groups: dict[int, dict[str, Any]] = {}
+        for dcp_key, value in planner.state_dict.items():
+            kind, at, name = paths[dcp_key][-3:]
+            known = groups if kind == "param_groups" else self.dcp.scalars
+            known.setdefault(at, {})[name] = value
+        return [group for _, group in sorted(groups.items())]
+
+    def find(self, names: list[str]) -> Param | None:
+        """
+        ### The parameter with one of these names: of a tied one, that which is in a param group
+        """
+        known = [self.by_name[name] for name in names if name in self.by_name]
+        return max(known, key=lambda param: param.entry["param_group"] is not None, default=None)
+
+    def read(self, param: Param, key: str, begin: int, end: int) -> torch.Tensor:
+        """
+        ### Read elements of a parameter or of one of its moments, box by box
+        """
+        with errors_name(f"`{param.name}`, its {key}"):
+            dcp_key = self.dcp.keys[param.name, key]
+            entry = self.dcp.entries[dcp_key]
+            values = torch.empty(end - begin, dtype=entry.properties.dtype)
+            chunks = boxes(param.shape, begin, end)
+            parts = values.split([math.prod(chunk.sizes) for chunk in chunks])
+            items = create_read_items_for_chunk_list(dcp_key, entry, chunks)
+            if sum(math.prod(item.lengths) for item in items) != len(values):
+                raise Broken("some elements are in no file")
+            views: dict[torch.Size | None, torch.Tensor] = {
+                chunk.offsets: part.view(chunk.sizes)
+                for chunk, part in zip(chunks, parts, strict=True)}
+            self.dcp.reader.read_data(LoadPlan(items), _Into(views)).wait()
+        return values
+
+
+class _Into(dcp.DefaultLoadPlanner):
+    """
+    ## DCP's planner, which reads into these views, by the offsets of their boxes
+    """
+
+    def __init__(self, views: dict[torch.Size | None, torch.Tensor]):
+        super().__init__()
+        self.views = views
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.views[index.offset]
+
+
+class _Objects(dcp.DefaultLoadPlanner):
+    """
+    ## DCP's planner, which runs nothing that is in a pickle
+    """
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
