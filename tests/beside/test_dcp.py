@@ -189,7 +189,8 @@ def test_we_go_on_from_a_folder_of_fsdp2(tmp_path, ranks, then):
     more step on as many ranks is torch's, to the bit where two ranks add. Breaks where a box lies
     elsewhere, a group's options are another's, or a tied weight is looked for under the other name.
     Proves `load_dcp`, `DcpCheckpoint`, `DcpCheckpoint.__init__`, `DcpCheckpoint.read`,
-    `DcpCheckpoint.find`, `DcpFolder`, `DcpFolder.read`, `flat_entry`, `_Into`, `_Objects`, `load_from`.
+    `DcpCheckpoint.find`, `DcpFolder`, `DcpFolder.read`, `flat_entry`, `_Into`, `_Objects`,
+    `load_from`.
     """
     before, after = run(torch_saves, ranks, tmp_path / "torch", True)[0]
     run(we_load, then, tmp_path / "torch", tmp_path / "ours")
