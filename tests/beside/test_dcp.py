@@ -188,8 +188,9 @@ def test_we_go_on_from_a_folder_of_fsdp2(tmp_path, ranks, then):
     Its masters, moments, counts, options and buffers, to the bit, on any number of ranks; and one
     more step on as many ranks is torch's, to the bit where two ranks add. Breaks where a box lies
     elsewhere, a group's options are another's, or a tied weight is looked for under the other name.
-    Proves `load_dcp`, `DcpCheckpoint`, `DcpCheckpoint.read`, `DcpCheckpoint.find`,
-    `DcpFolder`, `_Into`, `_Objects`, `load_from`.
+    Proves `load_dcp`, `DcpCheckpoint`, `DcpCheckpoint.__init__`, `DcpCheckpoint.read`,
+    `DcpCheckpoint.find`, `DcpFolder`, `DcpFolder.read`, `flat_entry`, `_Into`, `_Objects`,
+    `load_from`.
     """
     before, after = run(torch_saves, ranks, tmp_path / "torch", True)[0]
     run(we_load, then, tmp_path / "torch", tmp_path / "ours")
@@ -218,7 +219,8 @@ def test_fsdp2_goes_on_from_a_folder_of_ours(tmp_path, ranks, then, tier, layers
     """
     As torch's documentation has it, from any tier, and one more step is ours. Breaks where a key is
     called otherwise, an option is missing, or a tied weight has its states under the other name.
-    Proves `save_dcp`, `_Boxes`, `dcp_state`, `Entries.names`, `Listing`.
+    Proves `save_dcp`, `_Boxes`, `dcp_state`, `Entries.names`, `Entries.state_of`, `Listing`,
+    `Listing.__init__`, `is_meta`, `name_and_key`.
     """
     run(we_save, ranks, tmp_path / "ours", tier, tmp_path, torch.float32, layers)
     there = in_plain_pytorch(tmp_path / "ours")
