@@ -146,7 +146,10 @@ def all_here(done: str,
     others would wait for it forever.
     """
     comm = comm_of(model)
-    if comm.met and not comm.broken:
+    if not comm.met:
+        # Without a sharded model this rank is about to raise, and the others have to hear of it.
+        comm.use(torch.accelerator.current_accelerator() or torch.device("cpu"))
+    if not comm.broken:
         # A rank that is in a step hears of it. Otherwise both would wait until the time-out.
         for group in comm.groups:
             comm.begin([group], [_Caller()], "save or load", [], "checkpoint").wait()

@@ -153,8 +153,7 @@ class Communicator(Peers):
                 self.send(transfer, self.group, self.rows(full), mine, all_gather_single)
                 transfer.count(self.group, mine.nbytes)
             transfer.done.record()
-        nbytes = sum(full.nbytes for full, _ in pairs)
-        sender.listener.record(sender, "fetch", nbytes, transfer)
+        sender.listener.record(sender, "fetch", transfer.row[2], transfer)
         return transfer
 
     def reduce_scatter(self, senders: Sequence[Sender], pairs: Pairs) -> Transfer:
@@ -360,7 +359,7 @@ class Communicator(Peers):
         numbers = [ALONE if of_stages else sender.layer_idx for sender in senders]
         # The checksum tells two buckets apart that begin with the same layer and are as large. The
         # number tells two models apart.
-        met = 0 if action == "fault" or of_stages else self.met
+        met = 0 if action in ("fault", "save or load") or of_stages else self.met
         mark = met << 32 | zlib.crc32(f"{numbers}{options}".encode())
         row = (numbers[0], ACTIONS.index(action), sum(full.nbytes for full, _ in pairs), mark)
         transfer = Transfer(self, senders[0], action, pairs, self.event(), row, options)
@@ -446,18 +445,24 @@ class Communicator(Peers):
     def open(self, sender: Sender, params: dict[nn.Parameter, tuple[str, ...]],
              device: torch.device | str | None, dtype: torch.dtype | None) -> torch.device:
         """
-        ### Check the parameters of a layer, compare them between ranks, and make the streams
+        ### Check the parameters of a layer, and compare them between ranks
 
         Returns the device. Ranks whose parameters differ in order or shape would gather noise.
         """
         at, self.met = guards.check_params(self, sender.label, params, device, dtype)
+        self.use(at)
+        return at
+
+    def use(self, at: torch.device) -> None:
+        """
+        ### Send what is on this device, and make the streams
+        """
         self.by_messages = at.type == "cpu"
         self.align_bytes = 1 if at.type == "cpu" else ALIGN_BYTES
         self.device = at
         self._backend: Any = torch.get_device_module(at)
         self.event = self._backend.Event
         self.fetch_stream, self.backup_stream = streams(at)
-        return at
 
     def _check_shard(self, sender: Sender, full: torch.Tensor, shard: torch.Tensor) -> None:
         """
@@ -531,7 +536,7 @@ class Transfer:
     pairs: Pairs
     # An event on the stream: after the copies of a gather, or after the sums of a reduce.
     done: torch.Event
-    row: tuple[int, ...]  # what this rank has announced
+    row: tuple[int, ...]  # what this rank has announced: layer, action, bytes, mark
     options: str  # what has to be the same on all ranks besides, in words
     # Adds what has been received, for each pair; a gather has nothing to add.
     add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
@@ -568,8 +573,7 @@ class Transfer:
             in_flight.lose(self)
             raise
         if self.action.startswith("gather"):
-            nbytes = sum(full.nbytes for full, _ in self.pairs)
-            self.sender.listener.record(self.sender, "gathered", nbytes)
+            self.sender.listener.record(self.sender, "gathered", self.row[2])
         in_flight.end(self)
         # The works hold references to the buffers.
         self.works = []

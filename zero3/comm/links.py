@@ -287,8 +287,7 @@ class LinkedCommunicator(Communicator):
             arrived = partial(self._arrived, transfer, rows, encodings, keeps)
             self._follow(transfer, *([inside] if near else [across, inside]), arrived)
             transfer.done.record()
-        nbytes = sum(full.nbytes for full, _ in pairs)
-        sender.listener.record(sender, "fetch", nbytes, transfer)
+        sender.listener.record(sender, "fetch", transfer.row[2], transfer)
         return transfer
 
     def _rows_of(self, full: torch.Tensor, encoding: Encoding | None) -> torch.Tensor:

@@ -84,15 +84,15 @@ def _cure(options: str,
     """
     #### What to do about a rank that has announced something else
     """
+    if ACTIONS.index("save or load") in (mine[1], row[1]):
+        return (f"look for an error on rank {other}; without one, for a rank that has fewer "
+                "batches, or saves alone: all ranks save or load after the same step")
     if 0 != row[3] >> 32 != mine[3] >> 32:
         return "wrap models in the same order on all ranks, and call the same one"
     if options and row[:3] == mine[:3]:
         return (f"give the optimizers of all ranks the same options, which are {options} "
                 "here; a scheduler that follows the loss, as ReduceLROnPlateau does, needs the "
                 "mean loss over all ranks")
-    if ACTIONS.index("save or load") in (mine[1], row[1]):
-        return (f"look for an error on rank {other}; without one, for a rank that has fewer "
-                "batches, or saves alone: all ranks save or load after the same step")
     return (f"look for an error on rank {other}; without one, call the same layers in the same "
             "order on all ranks")
 
