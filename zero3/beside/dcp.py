@@ -1,13 +1,12 @@
 r"""
 # DCP: checkpoints of `torch.distributed.checkpoint`, from shards
 
-`save_dcp` writes a folder that `torch.distributed.checkpoint` (DCP) loads, and `load_dcp` reads one
-that it has saved, so FSDP2 or plain PyTorch resumes a run of zero3, and the other way round.
+`save_dcp` writes a folder that `torch.distributed.checkpoint` (DCP) loads, and `load_dcp` reads one.
+So FSDP2 or plain PyTorch resumes a run of zero3, and the other way round.
 
-DCP cuts a tensor into boxes, each of which has an offset and a size in every dimension. A shard is
-a range of a flat parameter, so it is not a box. But a few boxes make it up. **A layer on two
-ranks** has a weight of $2 \times 3$ and a bias of 2, eight elements in all. In the weight, rank 0
-has the range from 0 to 4, and rank 1 the range from 4 to 6:
+DCP cuts a tensor into boxes, with an offset and a size in every dimension. A shard is a range of a
+flat parameter, and a few boxes make it up. **A layer on two ranks** has a weight of $2 \times 3$ and
+a bias of 2. Rank 0 has the weight's elements from 0 to 4, rank 1 the last two:
 
 | | offset | size | elements |
 |---|---|---|---|
@@ -15,22 +14,18 @@ has the range from 0 to 4, and rank 1 the range from 4 to 6:
 | rank 0 | (1, 0) | (1, 1) | 3 |
 | rank 1 | (1, 1) | (1, 2) | 4 5 |
 
-In every dimension but the first there can be an incomplete row at the beginning of the range and
-one at its end. So in $n$ dimensions
+In each dimension but the first a row may be incomplete at either end of the range:
 
-$$\text{boxes of a range} \le 2n - 1$$
+$$\text{boxes of a range in } n \text{ dimensions} \le 2n - 1$$
 
-The keys are those of torch's `get_state_dict`, with the names of the plain model. `model.NAME` is
-the fp32 master, as FSDP2 with mixed precision has fp32 parameters. A moment is
-`optim.state.NAME.exp_avg`. No rank has more than its shards, and one box or stored tensor:
+The keys are those of torch's `get_state_dict`: `model.NAME` is the fp32 master, as FSDP2 with mixed
+precision has fp32 parameters, and `optim.state.NAME.exp_avg` a moment. No rank has more than its
+shards, and one box or stored tensor:
 
 | | here | FSDP2 and plain PyTorch |
 |---|---|---|
 | write | `save_dcp(folder, model, optimizer)` | `dcp.save({"model": m, "optim": o}, ...)` |
 | read | `load_dcp(folder, model, optimizer)` | `dcp.load(state, ...)`, then `set_state_dict` |
-
-Whatever else is in the folder, for instance in `extra`, `torch.distributed.checkpoint.load` reads:
-`state = {"step": 0}; torch.distributed.checkpoint.load(state, checkpoint_id=folder)`.
 
 **Run this**: the program of [Use it in your loop](../../docs/loop.md).
 
@@ -90,12 +85,11 @@ def save_dcp(folder: str | Path,
 
     * `folder` has no checkpoint yet
     * `model` and `optimizer` are as for `zero3.save`
-    * `extra` has whatever else is to be in the state dict, beside `model` and `optim`: anything
-      that `torch.distributed.checkpoint.save` takes
+    * `extra` is whatever else `torch.distributed.checkpoint.save` takes. `dcp.load` reads it:
+      `state = {"step": 0}; dcp.load(state, checkpoint_id=folder)`
 
     Raises `RuntimeError` on all ranks if the model is on some of the ranks only, if its weights are
-    split, or if the folder has a checkpoint. Raises torch's `CheckpointException` on all ranks if
-    one of them cannot write.
+    split, or if the folder has a checkpoint, and torch's `CheckpointException` if one cannot write.
     """
     entries = all_here("saved", folder, model, optimizer)
     if entries.owners is not None:
@@ -115,7 +109,7 @@ def save_dcp(folder: str | Path,
 
 def _check(entries: Entries, folder: Path) -> None:
     """
-    #### Refuse what cannot be written, before anything is
+    #### Refuse what cannot be written
     """
     entries.expect(not (folder / ".metadata").exists(), f"cannot be saved to {folder}", "a folder "
                    "without a checkpoint", "one of DCP's", "choose another folder")
@@ -221,11 +215,9 @@ class _Boxes(dcp.DefaultSavePlanner):
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[ChunkStorageMetadata]:
     """
-    ## Cut a range of elements of a tensor into boxes
+    ## Cut a range of elements of a tensor, counted row by row, into boxes
 
-    * `shape` is that of the tensor, whose elements are counted row by row
-
-    The boxes follow each other in the range, so the elements of each are contiguous.
+    The boxes follow each other in the range.
     """
     found = []
     dims = len(shape)
@@ -254,15 +246,14 @@ def load_dcp(folder: str | Path,
     """
     ## Read a folder that FSDP2, plain PyTorch or `save_dcp` has written
 
-    All ranks call this with the same arguments, between steps, on any number of ranks. The model
-    changes only after all ranks have read everything once.
+    All ranks call this with the same arguments, between steps.
 
     * `folder` has a state dict with `model` and `optim`, at the top or inside of another key
-    * `model` and `optimizer` have the same parameters as the saved ones. Without an optimizer the
-      weights are loaded alone
+    * `model` and `optimizer` have the parameters of the saved ones. Without an optimizer only
+      weights are loaded
 
-    Raises `RuntimeError` on all ranks if a tensor is missing, damaged or of another shape. The
-    model and the optimizer are unchanged then.
+    Raises `RuntimeError` on all ranks if a tensor is missing, damaged or of another shape. Nothing
+    has changed then.
     """
     load_from(Path(folder), all_here("loaded", folder, model, optimizer), DcpCheckpoint)
 

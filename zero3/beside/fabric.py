@@ -1,12 +1,9 @@
 r"""
 # Lightning Fabric: a strategy, for a sharded model
 
-`Zero3Strategy` has Fabric set up a sharded model as it is, clip it by the norm over all ranks, hold
-back its gradients, and save and load its shards.
-
-Fabric asks a *strategy* whatever depends on how a model is spread over ranks. Its own strategies
-take what one rank has for the whole model. Three weights on two ranks have the gradient (3, 0, 4),
-and rank 1 pads its shard:
+Fabric asks a *strategy* whatever depends on how a model is spread over ranks. `Zero3Strategy`
+answers for sharded models. Three weights on two ranks have the gradient (3, 0, 4), and rank 1 pads
+its shard:
 
 | the call | Fabric's own | here |
 |---|---|---|
@@ -15,7 +12,7 @@ and rank 1 pads its shard:
 | `fabric.no_backward_sync` | needs DDP | full gradients stay |
 | `fabric.save` | the states of rank 0 | each rank writes its own |
 
-So the ranks clip by the same factor, the one of plain PyTorch:
+So all ranks clip by the factor of plain PyTorch:
 
 $$\min\!\Big(1, \frac{c}{\sqrt{\sum_{r} \lVert g^{(r)} \rVert^2}}\Big) = \min\!\Big(1,
 \frac{c}{5}\Big)$$
@@ -70,7 +67,7 @@ class Zero3Strategy(DDPStrategy):
     """
     ## Zero3Strategy
 
-    It takes the arguments of Fabric's `DDPStrategy`, and treats plain models as that one does.
+    It takes the arguments of Fabric's `DDPStrategy`, and plain models as that one does.
     """
 
     def __init__(self, *args, **kwargs) -> None:

@@ -1,10 +1,8 @@
 r"""
 # Pairs: the optimizer that steps a sharded model
 
-`optimizer_of` finds it among those that a loop has been given.
-
-Other libraries hand over models and optimizers in lists of their own. A checkpoint of shards needs
-both, and only a `Zero3Optimizer` can hold back gradients:
+Other libraries hand over models and optimizers in lists of their own. `optimizer_of` finds those
+that belong together:
 
 $$\text{parameters of the optimizer} \cap \text{shards of the model} \ne \emptyset$$
 
