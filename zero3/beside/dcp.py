@@ -1,12 +1,12 @@
 r"""
 # DCP: checkpoints of `torch.distributed.checkpoint`, from shards
 
-`save_dcp` writes a folder that `torch.distributed.checkpoint` (DCP) loads, and `load_dcp` reads one.
-So FSDP2 or plain PyTorch resumes a run of zero3, and the other way round.
+`save_dcp` writes a folder that `torch.distributed.checkpoint` (DCP) loads, and `load_dcp` reads
+one. So FSDP2 or plain PyTorch resumes a run of zero3, and the other way round.
 
 DCP cuts a tensor into boxes, with an offset and a size in every dimension. A shard is a range of a
-flat parameter, and a few boxes make it up. **A layer on two ranks** has a weight of $2 \times 3$ and
-a bias of 2. Rank 0 has the weight's elements from 0 to 4, rank 1 the last two:
+flat parameter, and a few boxes make it up. **A layer on two ranks** has a weight of $2 \times 3$
+and a bias of 2. Rank 0 has the weight's elements from 0 to 4, rank 1 the last two:
 
 | | offset | size | elements |
 |---|---|---|---|
