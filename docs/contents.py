@@ -246,7 +246,7 @@ FURTHER = (
         ("zero3/inject/line.py", "what the ranks of a split model exchange"),
         ("zero3/inject/sequence.py", "norms on some of the positions"),
         ("zero3/inject/patterns.py", "patterns: how known models are split"),
-        ("zero3/inject/__init__.py", "names, imported on first use"),
+        ("zero3/inject/__init__.py", "its public names"),
         ("notebooks/13_tensor_parallel.ipynb", "How few bytes let two ranks compute one layer?")),
     chapter(
         "Compression",
@@ -259,7 +259,7 @@ FURTHER = (
         ("zero3/compression/distill.py", "`distill`: a student from a teacher's layers"),
         ("zero3/compression/clean.py", "`clean`: a model that really is smaller"),
         ("zero3/compression/stored.py", "weights that are stored in their bits"),
-        ("zero3/compression/__init__.py", "names, imported on first use"),
+        ("zero3/compression/__init__.py", "its public names"),
         ("notebooks/12_compression.ipynb", "How small can a model be that still predicts well?")),
     chapter(
         "Guards",

@@ -72,7 +72,7 @@ Read the files with numbers in this order. Those with "more" can be skipped.
 | more | `inject/line.py` | what the ranks of a split model exchange |
 | more | `inject/sequence.py` | norms on some of the positions |
 | more | `inject/patterns.py` | patterns: how known models are split |
-| more | `inject/__init__.py` | names, imported on first use |
+| more | `inject/__init__.py` | its public names |
 | more | `compression/rules.py` | rules: which compression, and when |
 | more | `compression/weights.py` | compressed weights: masks and grids |
 | more | `compression/thresholds.py` | the k-th smallest number of all ranks |
@@ -81,7 +81,7 @@ Read the files with numbers in this order. Those with "more" can be skipped.
 | more | `compression/distill.py` | `distill`: a student from a teacher's layers |
 | more | `compression/clean.py` | `clean`: a model that really is smaller |
 | more | `compression/stored.py` | weights that are stored in their bits |
-| more | `compression/__init__.py` | names, imported on first use |
+| more | `compression/__init__.py` | its public names |
 | more | `guards/moments.py` | when the guards look |
 | more | `guards/uses.py` | a use of a layer that would go wrong later |
 | more | `guards/freed.py` | a freed parameter reports every use |
