@@ -221,7 +221,7 @@ FURTHER = (
          "activations and gradients between the stages"),
         ("zero3/pipeline/pipeline.py",
          "`Pipeline`: train a model in sharded stages"),
-        ("zero3/pipeline/__init__.py", "`Pipeline`, imported when it is used first"),
+        ("zero3/pipeline/__init__.py", "`Pipeline`, imported on first use"),
         ("zero3/pipeline/__main__.py", "its command line"),
         ("notebooks/10_pipeline.ipynb", "How often does a stage have to be gathered?")),
     chapter(
@@ -246,7 +246,7 @@ FURTHER = (
         ("zero3/inject/line.py", "what the ranks of a split model exchange"),
         ("zero3/inject/sequence.py", "norms on some of the positions"),
         ("zero3/inject/patterns.py", "patterns: how known models are split"),
-        ("zero3/inject/__init__.py", "names that are imported when they are used first"),
+        ("zero3/inject/__init__.py", "its public names"),
         ("notebooks/13_tensor_parallel.ipynb", "How few bytes let two ranks compute one layer?")),
     chapter(
         "Compression",
@@ -259,7 +259,7 @@ FURTHER = (
         ("zero3/compression/distill.py", "`distill`: a student from a teacher's layers"),
         ("zero3/compression/clean.py", "`clean`: a model that really is smaller"),
         ("zero3/compression/stored.py", "weights that are stored in their bits"),
-        ("zero3/compression/__init__.py", "names that are imported when they are used first"),
+        ("zero3/compression/__init__.py", "its public names"),
         ("notebooks/12_compression.ipynb", "How small can a model be that still predicts well?")),
     chapter(
         "Guards",

@@ -58,7 +58,7 @@ Read the files with numbers in this order. Those with "more" can be skipped.
 | more | `pipeline/stages.py` | stages: layers that stay whole for longer |
 | more | `pipeline/channels.py` | activations and gradients between the stages |
 | more | `pipeline/pipeline.py` | `Pipeline`: train a model in sharded stages |
-| more | `pipeline/__init__.py` | `Pipeline`, imported when it is used first |
+| more | `pipeline/__init__.py` | `Pipeline`, imported on first use |
 | more | `compiler/graph.py` | a step as a list of operations |
 | more | `compiler/passes.py` | passes: gather earlier, keep, share |
 | more | `compiler/trace.py` | from a model to graphs, by `torch.compile` |
@@ -72,7 +72,7 @@ Read the files with numbers in this order. Those with "more" can be skipped.
 | more | `inject/line.py` | what the ranks of a split model exchange |
 | more | `inject/sequence.py` | norms on some of the positions |
 | more | `inject/patterns.py` | patterns: how known models are split |
-| more | `inject/__init__.py` | names that are imported when they are used first |
+| more | `inject/__init__.py` | its public names |
 | more | `compression/rules.py` | rules: which compression, and when |
 | more | `compression/weights.py` | compressed weights: masks and grids |
 | more | `compression/thresholds.py` | the k-th smallest number of all ranks |
@@ -81,7 +81,7 @@ Read the files with numbers in this order. Those with "more" can be skipped.
 | more | `compression/distill.py` | `distill`: a student from a teacher's layers |
 | more | `compression/clean.py` | `clean`: a model that really is smaller |
 | more | `compression/stored.py` | weights that are stored in their bits |
-| more | `compression/__init__.py` | names that are imported when they are used first |
+| more | `compression/__init__.py` | its public names |
 | more | `guards/moments.py` | when the guards look |
 | more | `guards/uses.py` | a use of a layer that would go wrong later |
 | more | `guards/freed.py` | a freed parameter reports every use |

@@ -47,8 +47,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     `torch.nn.utils.clip_grad_norm_`. All ranks must call it: it all-gathers 8 bytes for each
     trainable shard. Returns the norm before clipping, in fp64 and with the same bits on all ranks.
 
-    Raises `RuntimeError` if parameters are not sharded, or a gradient does not rest in its shard:
-    with master weights elsewhere, or with a loss scale, `Zero3Optimizer(clip_grad_norm=)` clips.
+    Raises `RuntimeError` if parameters are not sharded, or if a gradient is scaled or does not rest
+    in its shard.
     """
     for line in {vars(m)["line"] for m in model.modules() if "line" in vars(m)}:
         # Other ranks have parts of the same weights (see `inject/line.py`).

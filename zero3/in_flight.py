@@ -18,10 +18,10 @@ sends wrong numbers.
 | the layer is cleaned up | **would free 12 bytes** | 1 . . |
 | rank 2, which is late, sends its 3 | gloo writes 4 bytes at offset 8 | 1 . 3 |
 
-Waiting does not help at the cleanup, because rank 1 will never send. So there is one rule. Before
-a transfer starts, its owner names the memory (`begin`). After a successful wait it says that the
-transfer is done (`end`). In between nobody else frees, resizes or reuses this memory. If the wait
-or the start fails, the memory is kept for good (`lose`):
+Waiting does not help at the cleanup, because rank 1 will never send. So before a transfer starts,
+its owner names the memory (`begin`). After a successful wait it says that the transfer is done
+(`end`). In between nobody else frees, resizes or reuses this memory. If the wait or the start
+fails, the memory is kept for good (`lose`):
 
 $$\text{freed} \cap \text{in flight} = \emptyset$$
 

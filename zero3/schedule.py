@@ -38,8 +38,6 @@ from zero3.watch import Call, in_backward
 class Schedule(Protocol):
     """
     ## Schedule: a layer asks it two questions
-
-    `TracedOrder` in `whole_model/units.py` answers them for whole models.
     """
 
     def ahead(self, layer: Sharded) -> list[Sharded]:
@@ -53,8 +51,6 @@ class Schedule(Protocol):
     def stays_full(self, layer: Sharded, call: Call) -> bool:
         """
         ### Whether a layer stays full after a forward call, because backward needs it at once
-
-        If layer 2 above were freed, the ranks would gather the same values again a moment later.
         """
 
 
@@ -80,8 +76,6 @@ class Chain:
     def ahead(self, layer: Sharded) -> list[Sharded]:
         """
         ### The neighbour that computes next
-
-        Layer 1 above has layer 2 ahead in forward, and layer 0 in backward.
         """
         if in_backward():
             # A layer without a recorded call has no backward pass, so it is not gathered.

@@ -2,7 +2,7 @@ r"""
 # A sharded module, for its users
 
 `Sharded` is everything that a sharded layer offers besides the training step: its full parameters
-and the norm of its gradient. Its subclass `Zero3Layer` adds the training step; read that first.
+and the norm of its gradient. Read its subclass `Zero3Layer` first.
 
 Take the weights 1, 2, 3 on two ranks, whose shards have the gradients (3, 2) and (4, 0):
 
@@ -108,10 +108,9 @@ class Sharded(Guarded):
         """
         ### This rank's trainable shards
 
-        1-D parameters, one for each flat parameter, for this rank's optimizer. An elementwise
-        optimizer does to a shard exactly what it would do to the parameters, with one difference:
-        if others in its flat parameter were used, an unused parameter has a gradient of zero here,
-        and none in plain PyTorch.
+        1-D parameters, one for each flat parameter, for this rank's optimizer. If others in its
+        flat parameter were used, an unused parameter has a gradient of zero here, and none in plain
+        PyTorch.
         """
         return [flat.shard for flat in self.flats if flat.shard.requires_grad and len(flat.shard)]
 
@@ -291,8 +290,7 @@ class ShardedModel(nn.Module, Named):
         """
         ### The full parameters of all layers at once, named as in the plain model
 
-        This holds the whole model in memory. All ranks must enter and leave together; `writeback`
-        is as for a layer.
+        All ranks must enter and leave together; `writeback` is as for a layer.
         """
         params: dict[Sharded, dict[str, nn.Parameter]] = {}
         found = {}

@@ -117,8 +117,7 @@ class Watch:
         """
         ### Have each of these outputs announce the backward pass
 
-        Backward enters the layer through one of them. Without an announcement autograd would reach
-        freed parameters.
+        Without an announcement autograd would reach freed parameters.
         """
         for tensor in tensors:
             if tensor.requires_grad and torch.is_grad_enabled():

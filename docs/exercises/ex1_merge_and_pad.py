@@ -16,8 +16,7 @@ row, and then the padding. It is on `self.device`, has the parameters' data type
 of an autograd graph.
 
 **Keeps** I1: no element is lost. I2: there is as little padding as possible. I5: the padding is
-zero. A NaN there would spoil a norm of the weights, and with `Links(weights=Int8())` the weights in
-its block.
+zero. A NaN there would spoil a norm of the weights.
 
 **Hint**: in Python `-7 % 3` is 2.
 """

@@ -1,13 +1,11 @@
 r"""
 # accelerate: its calls, on a sharded model
 
-`Accelerator` is Hugging Face's, and knows sharded models: it does not wrap them in DDP, clips by
-the norm over all ranks, and saves and loads shards.
+`Accelerator` is Hugging Face's, and knows sharded models.
 
-A training loop for accelerate calls `prepare`, and then the `Accelerator` in place of PyTorch. Most
-of that is right for shards as it is: the loader gives each rank rows of its own. The rest takes
-what one rank has for the whole model. Three weights on two ranks have the gradient (3, 0, 4), and
-rank 1 pads its shard:
+Most of accelerate is right for shards as it is: the loader gives each rank rows of its own. The
+rest takes what one rank has for the whole model. Three weights on two ranks have the gradient
+(3, 0, 4), and rank 1 pads its shard:
 
 | the call | accelerate's own, on rank 0 | on rank 1 | here |
 |---|---|---|---|
@@ -21,8 +19,7 @@ So only these calls are replaced. A clipped gradient is the one of plain PyTorch
 $$g \leftarrow g \cdot \min\!\Big(1, \frac{c}{\sqrt{\sum_{r} \lVert g^{(r)} \rVert^2}}\Big)$$
 
 **The order.** Make the `Accelerator` first: it starts the process group, and `wrap` shards over the
-ranks that are there. Then shard, build the optimizer, and call `prepare`. The names are the same in
-every loop:
+ranks that are there. Then shard, build the optimizer, and call `prepare`:
 
 ```
 accelerator = Accelerator()
@@ -123,7 +120,7 @@ class Accelerator(accelerate.Accelerator):
         """
         ### Take a sharded model as it is
 
-        DDP would broadcast rank 0's shards over those of the others. `prepare` calls this.
+        `prepare` calls this.
 
         Raises `RuntimeError` if the model is not sharded over all ranks, is on another device, or
         is not in the precision that was asked for.
@@ -274,8 +271,6 @@ class Accelerator(accelerate.Accelerator):
     def _plain_only(self) -> Iterator[None]:
         """
         #### Hide sharded models and their optimizers from accelerate
-
-        It would write the optimizer states of rank 0 alone.
         """
         models = self._models
         optimizers = self._optimizers

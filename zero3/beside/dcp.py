@@ -249,8 +249,7 @@ def load_dcp(folder: str | Path,
     All ranks call this with the same arguments, between steps.
 
     * `folder` has a state dict with `model` and `optim`, at the top or inside of another key
-    * `model` and `optimizer` have the parameters of the saved ones. Without an optimizer only
-      weights are loaded
+    * `model` and `optimizer` are as for `zero3.load`
 
     Raises `RuntimeError` on all ranks if a tensor is missing, damaged or of another shape. Nothing
     has changed then.

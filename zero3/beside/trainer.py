@@ -4,10 +4,9 @@ r"""
 `Trainer` is the one of `transformers`, with one more argument: `shard`, which gets the plain model
 and returns what `wrap` returns.
 
-`transformers.Trainer` has the whole loop: batches, accumulation, clipping, logging, evaluation,
-checkpoints, the best model at the end. It looks at the plain model first, at its class and the
-names of its arguments, and asks an `Accelerator` for the rest. So the model is sharded between
-these two, and the `Accelerator` is the one of `accelerate.py`:
+`transformers.Trainer` looks at the plain model first, at its class and the names of its arguments,
+and asks an `Accelerator` for the rest. So the model is sharded between these two, and the
+`Accelerator` is the one of `accelerate.py`:
 
 | | `transformers.Trainer` | here |
 |---|---|---|
@@ -76,7 +75,6 @@ class Trainer(transformers.Trainer):
 
         * `model` is the plain model; adapters of PEFT are in it already
         * `shard` returns the sharded one: `lambda model: wrap(model, LlamaDecoderLayer)`
-        * everything else is as for `transformers.Trainer`
 
         Raises `ValueError` for arguments that cannot be right with shards.
         """
@@ -154,7 +152,7 @@ class Trainer(transformers.Trainer):
         """
         #### Write the model for `from_pretrained`, or the adapters of a PEFT model
 
-        The plain model knows how. All ranks call it, because the weights are gathered.
+        All ranks call it, because the weights are gathered.
         """
         state_dict = self.accelerator.get_state_dict(self.model)
         sharded = self.model

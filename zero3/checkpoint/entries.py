@@ -5,7 +5,7 @@ r"""
 of a checkpoint back in their places.
 
 A checkpoint has *flat parameters*, and under each of them several *keys*: `param` for the values,
-and one key for each moment. Every rank saves its own shard of each key.
+and one key for each moment.
 
 **One layer on two ranks.** A layer has a weight with the elements $w_0, w_1$ and a bias $b_0$. Adam
 keeps the moments `exp_avg` ($m$) and `exp_avg_sq` ($v$). The layer is the first flat parameter, so
@@ -339,9 +339,8 @@ class Entries(Named):
         """
         ### The tensors of this rank's file, in the file's order
 
-        Larger elements come first, so that all tensors are aligned and can be mapped into memory.
-        Among elements of one size, shards in files come first, because an asynchronous save does
-        not copy them.
+        Larger elements come first (see `Writer`). Among elements of one size, shards in files come
+        first, because an asynchronous save does not copy them.
         """
         own = [(i, described["keys"]) for i, described in enumerate(manifest["flats"])
                if described["place"] == self.place]

@@ -319,8 +319,6 @@ def dcp_state(checkpoint: Listing, replicated: dict[str, torch.Tensor]) -> dict[
     ## The state dict that DCP is to write
 
     * `replicated` has the tensors that every rank has whole
-
-    All others are on the meta device: a planner has their values.
     """
     model: dict[str, torch.Tensor] = {}
     states: dict[str, dict[str, object]] = {}
@@ -429,7 +427,6 @@ class DcpFolder:
     ## The tensors in a folder of DCP's
 
     * `tensors` and `scalars` are as for `from_tensors`
-    * `keys` has DCP's key of each tensor, by the parameter's name and our key
     """
 
     def __init__(self, folder: Path):

@@ -5,8 +5,7 @@ r"""
 range of any parameter from it.
 
 Each rank writes its shards into a file of its own. The manifest, a JSON file, says which parameters
-are in these files, with their shapes and offsets. With it a reader finds any elements of a
-parameter, on any number of ranks.
+are in these files, with their shapes and offsets.
 
 **Six elements from two ranks.** A layer has a weight with four elements and a bias with two. Its
 flat parameter has six, and two ranks saved three each:
@@ -89,8 +88,7 @@ def commit_checkpoint(partial: Path, manifest: "Manifest") -> Path:
 
     * `partial` is the folder; all of its files are on the disk already
 
-    Returns the folder under its final name. Raises `OSError`. Keeps I10: a save is there as a whole
-    or not at all.
+    Returns the folder under its final name. Raises `OSError`. Keeps I10.
     """
     rest = json.dumps({"format": FORMAT, "version": VERSION, **manifest}, indent=1).encode()[1:]
     path = partial / f"{MANIFEST}.partial"

@@ -20,7 +20,7 @@ $$\underbrace{\frac{12\Psi}{N}}_{\text{bytes that a rank writes}} \qquad
 \underbrace{2 \cdot \frac{12\Psi}{N'}}_{\text{bytes that it reads}}$$
 
 A rank reads everything twice, because it checks the whole checkpoint before it changes the model.
-The 16-bit parameters are not saved; they are the masters, rounded. `reader.py` explains the files.
+The 16-bit parameters are not saved; they are the masters, rounded.
 
 | saved | place |
 |---|---|
@@ -142,8 +142,7 @@ def all_here(done: str,
 
     * `done` is what is to be done with it, "saved" or "loaded"; the rest is as for `save`
 
-    All ranks must call it (all-gather of the arguments). If one rank raises, all do: otherwise the
-    others would wait for it forever.
+    All ranks must call it (all-gather of the arguments). If one rank raises, all do.
     """
     comm = comm_of(model)
     if not comm.met:
@@ -402,8 +401,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     """
     ## Load a checkpoint
 
-    All ranks call this with the same arguments, between steps, on any number of ranks. The model
-    changes only after all ranks have found everything intact.
+    All ranks call this with the same arguments, between steps, on any number of ranks.
 
     * `folder` is a run's, to load its newest checkpoint, or the folder of one checkpoint
     * `model` and `optimizer` have the same parameters as the saved ones. Without an optimizer the

@@ -30,8 +30,8 @@ the first node. Ranks with the same place on each node have neighbouring shards:
 | *reduce inside* | 3 2 | 4 0 | 1 1 | 1 0 | the sums of a node, for this rank's slice |
 | *exchange across* | **4** | **5** | **3** | **0** | and of both nodes, for this rank's shard |
 
-A shard crosses the link once, to the rank with the same place on the other node. NCCL's ring enters
-each node once already, so there the two steps save less.
+A shard crosses the link once. NCCL's ring enters each node once already, so there the two steps
+save less.
 
 A rank's shard has $s = \lceil P_\ell / N \rceil$ elements, on $M$ nodes of $L$ ranks, $N = L M$. An
 element takes $w$ bytes as a gathered parameter and $g$ as a reduced gradient. A rank sends
@@ -95,7 +95,7 @@ class Links:
 
     Pass one in place of a mesh: `Zero3Layer(layer, mesh=Links(mesh, weights=Int8()))`.
 
-    * `mesh` is as for `Zero3Layer`; left out, all ranks share each layer
+    * `mesh` is as for `Zero3Layer`
     * `weights` encodes what is gathered
     * `gradients` encodes what is reduced
     * `secondary` keeps a copy of each layer inside the node from forward to backward. It needs a
@@ -181,8 +181,7 @@ class LinkedCommunicator(Communicator):
     r"""
     ## A communicator that knows nodes and encodings
 
-    The ranks of one place in their nodes have neighbouring shards, a *slice*. Without nodes $M$
-    is 1.
+    Without nodes $M$ is 1.
     """
 
     def __init__(self, links: Links, groups: tuple[Group, ...]):
@@ -250,8 +249,6 @@ class LinkedCommunicator(Communicator):
         ### All-gather: across the nodes first, then inside each node
 
         * `exact` leaves the weights as they are, for `full_params()` and checkpoints
-
-        In backward, with `secondary`, the node still has the slice.
         """
         with self.on(self.fetch_stream):
             if not in_backward():

@@ -244,8 +244,6 @@ def leaving(layers: dict[str, Zero3Layer], nbytes: int) -> list[str]:
     """
     ## The layers whose states leave, in the order in which they do
 
-    * `layers` are those of a compiled model, by their names
-
     As many as have `nbytes` together; the one that is stepped last is the first.
     """
     names = {layer: name for name, layer in layers.items()}

@@ -387,8 +387,6 @@ class Sent(NamedTuple):
 class CompiledModel(Zero3Model):
     """
     ## A compiled model
-
-    Use it like what `wrap` returns.
     """
 
     unit_class = CompiledUnit

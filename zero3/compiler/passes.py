@@ -4,9 +4,9 @@ r"""
 A pass is a function from a graph to another graph. `insert` puts communication where it is needed;
 the others move it to where it costs less.
 
-Take four layers of 10 elements each, a to d, and a limit of 20. A traced forward graph computes
-them one after the other. After each pass it begins like this, and `|` stands for the computation of
-a layer. The last column is the number of gathers that overlap computation:
+Take four layers of 10 elements each, a to d, and a limit of 20. After each pass a forward graph
+begins like this, and `|` stands for the computation of a layer. The last column is the number of
+gathers that overlap computation:
 
 | pass | order of the operations | overlap |
 |---|---|---|
@@ -15,8 +15,7 @@ a layer. The last column is the number of gathers that overlap computation:
 | or `bucket`, of 20 elements, limit 30 | gather a b, wait a, \|a, release a, wait b, \|b, ... | 0 |
 | and `prefetch`, limit 50 | gather a b, gather c d, wait a, \|a, release a, wait b, ... | 1 |
 
-So `prefetch` lets the all-gather of b overlap the computation of a. The limit holds at every
-operation:
+The limit holds at every operation:
 
 $$\max_t \text{full}(t) \;\le\; \text{limit}$$
 

@@ -4,8 +4,7 @@ r"""
 `distill` starts a small model, the *student*, from some layers of a trained one, the *teacher*, and
 makes its loss.
 
-A text says which byte came next, and the teacher how likely each one was. **Three bytes**, of which
-`a` came next:
+**Three bytes**, of which `a` came next:
 
 | | a | b | c |
 |---|---|---|---|

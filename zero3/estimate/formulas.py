@@ -181,9 +181,6 @@ def efficiency(ait: float, bandwidth: float, peak: float) -> float:
     """
     ## The part of the computation's speed that remains if no transfer is overlapped
 
-    * `ait` is the arithmetic intensity: flops computed for each byte moved
-    * `bandwidth` is in bytes per second, `peak` in flops per second, of a rank
-
     ZeRO-Infinity, section 4, equations 6, 9 and 10.
     """
     return ait * bandwidth / (ait * bandwidth + peak)

@@ -4,8 +4,7 @@ r"""
 `tensor_parallel` splits the linear layers of a model over the ranks of a mesh dimension: each rank
 multiplies with its own part of the weights, and they add up the results.
 
-The ranks compute the same rows of the batch, each a part of the layer. Take a feed-forward network
-$y = W_2 \, \phi(W_1 x)$ with four hidden features, on two ranks:
+Take a feed-forward network $y = W_2 \, \phi(W_1 x)$ with four hidden features, on two ranks:
 
 | | rank 0 | rank 1 |
 |---|---|---|

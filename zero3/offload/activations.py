@@ -26,8 +26,8 @@ $$\text{out} = \sum_{\ell < n - \text{keep}} A_\ell \qquad
 \text{in} = \sum_{\ell < n - \text{keep} - 1} A_\ell \qquad
 \text{in memory} \le \max_\ell \sum_{i = \ell}^{\ell + \text{keep}} A_i$$
 
-torch offers what is needed: `saved_tensors_hooks` calls `pack` for each tensor that autograd saves,
-keeps the result, and calls `unpack` for it in backward. Here the result is a `Handle`.
+torch's `saved_tensors_hooks` calls `pack` for each tensor that autograd saves, keeps the result,
+and calls `unpack` for it in backward. Here the result is a `Handle`.
 
 | a saved tensor | |
 |---|---|

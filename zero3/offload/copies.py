@@ -68,8 +68,6 @@ class Idle(NamedTuple):
 class Shelves(Buffers):
     """
     ## The files of activations, and the threads that write and read them
-
-    All layers with the same `Offload` share them.
     """
 
     def __init__(self, offload: Offload, owner: Guarded):

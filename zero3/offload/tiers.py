@@ -1,8 +1,7 @@
 r"""
 # Offload: shards in CPU memory or in files
 
-`Offload` says where shards rest: on the device, in CPU memory or in files. `InMemory` is a shard in
-memory, `InFile` one in a file.
+`Offload` says where shards rest. `InMemory` is a shard in memory, `InFile` one in a file.
 
 In a training step a rank needs a shard twice to gather it, and once to update it, and the optimizer
 states once. In between they can rest in cheaper memory. Such a place is a *tier*: the device that
@@ -26,9 +25,6 @@ $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest st
 `formulas.py` has the estimates of [ZeRO-Offload](https://arxiv.org/abs/2101.06840) and
 [ZeRO-Infinity](https://arxiv.org/abs/2104.07857): which bandwidth is enough,
 and which tier a model needs.
-
-Files are read and written past the page cache, or through it with `direct=False` (`disk.py`). With
-`frozen=Int8()` frozen shards rest in 8 bits for each element (`encoded.py`).
 
 **Run this**: `python -m zero3.offload bench --folder DIR` measures a disk both ways; `make train
 ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.

@@ -4,9 +4,8 @@ r"""
 `Zero3Optimizer` lets a model compute in 16 bits and learn in 32. It keeps fp32 *master weights* and
 moments of this rank's shards, scales the loss, clips the gradient, and steps.
 
-Half precision takes half the memory and half the communication, but a sum of many small steps needs
-more digits. So the optimizer steps an fp32 copy of every shard, the master, and rounds the result
-into the shard that the layer gathers.
+Half precision takes half the memory and half the communication. But the optimizer steps an fp32
+copy of every shard, the master, and rounds the result into the shard that the layer gathers.
 
 **Two weights on two ranks.** Each rank has one bf16 weight. The loss is scaled by $S = 4$, the
 gradient of the unscaled loss is (3, 4), the norm is clipped to 1, and SGD has a learning rate of
@@ -23,8 +22,7 @@ gradient of the unscaled loss is (3, 4), the norm is clipped to 1, and SGD has a
 | shard, bf16 | .99609 | .99609 | the masters remember the difference |
 
 The step is elementwise, so a rank steps its own shards without communication. Only the norm of the
-gradient concerns the whole model, and it also shows an infinity or a NaN. One small collective
-computes it.
+gradient concerns the whole model, and it also shows an infinity or a NaN.
 
 $$g = \frac{1}{S} \min\!\Big(1, \frac{c}{\lVert g_S \rVert / S}\Big)\, g_S
 \qquad w_{32} \leftarrow w_{32} - \eta\, \text{Adam}(g)
@@ -45,17 +43,12 @@ such steps are all rounded away, while an fp32 master reaches 0, to four digits.
 
 **Why the loss is scaled.** Below $2^{-14}$ fp16 has fewer and fewer digits, and below $2^{-24}$ it
 has no number at all. The gradient of $S$ times the loss is $S$ times the gradient. So scaling moves
-gradients up to the range with all digits, and the fp32 gradient is divided by $S$ afterwards. bf16
-has the range of fp32 and needs no scale. The idea is section 3.2 of [Mixed Precision
-Training](https://arxiv.org/abs/1710.03740).
-
-The states may rest on the device, in CPU memory or in files (`states.py`), and small layers are
-reduced together (`buckets.py`).
+gradients up to the range with all digits. bf16 has the range of fp32 and needs no scale. The idea
+is section 3.2 of [Mixed Precision Training](https://arxiv.org/abs/1710.03740).
 
 **Run this**: `make train ARGS="--dtype fp16 --loss-scale dynamic --accumulate 4 --clip 1.0"`.
 
-An optimizer that looks at more than one element at a time steps whole parameters (`whole.py`): a
-shard has no rows and columns, and its norm is not the norm of a layer.
+An optimizer that looks at more than one element at a time steps whole parameters (`whole.py`).
 
 **Not covered, and what that costs**: an optimizer that looks at several parameters, as L-BFGS does,
 is refused. One that counts its steps in the param group counts several in a step, because it is
@@ -413,8 +406,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### Build the wrapped torch optimizer, whose parameters are the pieces of the masters
 
-        A *piece* is a part of a master with one param group (see `Piece`). The formula of the step
-        is torch's own.
+        `Piece` explains them. The formula of the step is torch's own.
         """
         groups = [{**each, "params": self._params_of(i)}
                   for i, each in enumerate(elementwise(options))]
@@ -687,9 +679,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         """
         #### The squared norm of each shard's gradient, on each rank
 
-        Each element is in exactly one shard, and padding is zero. So the sum of these numbers is
-        the squared norm of the whole model. All-gather: all ranks call it, with 8 bytes for each
-        shard. Returns `(all ranks, shards)` fp64, the same bits on all ranks.
+        Padding is zero, so the sum of these numbers is the squared norm of the whole model.
+        All-gather: all ranks call it, with 8 bytes for each shard. Returns `(all ranks, shards)`
+        fp64, the same bits on all ranks.
         """
         if not self.shard_states:
             # All layers of this stage are frozen.
@@ -902,8 +894,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
         ### Load masters, moments, param groups and loss scale
-
-        * `state_dict` comes from `state_dict()`
 
         Raises `RuntimeError` if it is of another rank, or if the shards have other sizes; then
         nothing has changed. Raises torch's `ValueError` if the param groups differ.

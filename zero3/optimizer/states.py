@@ -147,8 +147,6 @@ class ShardStates:
     def shares(self, offload: Offload, device: torch.device) -> list[Share]:
         """
         ### How the states are divided between the tier and the device
-
-        * the optimizer steps on `device` what is in the tier
         """
         return shares(offload, len(self.shard), device, self.layer.device)
 
@@ -162,8 +160,6 @@ class ShardStates:
     def can_step_shard_on(self, device: torch.device) -> bool:
         """
         ### Whether the optimizer can step the shard itself on this device
-
-        If so, the shard is its own master.
         """
         in_memory = not isinstance(self.flat.storage, InFile)
         same_dtype = self.shard.dtype == self.master_dtype
@@ -710,7 +706,6 @@ def moments_of(
     elements of the same data type is a moment.
 
     * `two` is a tensor `(2,)` on the device of the step
-    * `group` are the options of a param group
     """
     state = first_state(optimizer_class, kwargs, group, two)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}

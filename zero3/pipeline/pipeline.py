@@ -21,7 +21,6 @@ is that of
 $$L = \frac{1}{m} \sum_{i=0}^{m-1} L_i$$
 
 averaged over the ranks of a stage. So the weights are those of plain training on the global batch.
-The full gradients of a stage are reduced once, at the end.
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
     model = Pipeline(layers, mesh, loss_fn=loss, micro_batches=4)
@@ -114,8 +113,8 @@ class Pipeline(ShardedModel):
         * `micro_batches` is the number of parts of a batch
         * `stages` has the number of layers of each stage; left out, they are balanced by parameters
         * `per_rank` is the number of stages on each rank, if `stages` is left out
-        * `offload` says where shards rest, and `activations` where that goes which autograd saves,
-          as for `Zero3Layer`; so micro-batches that wait for backward take less memory
+        * `offload` and `activations` are as for `Zero3Layer`. With `activations`, micro-batches
+          that wait for backward take less memory
 
         Raises `ValueError` for an impossible mesh, schedule or cut, and whatever `Zero3Layer`
         raises.
@@ -246,8 +245,8 @@ class Pipeline(ShardedModel):
         """
         ### The full parameters of the whole model, named as in `nn.Sequential(*layers)`
 
-        A tied weight is one tensor under all its names. All ranks must enter and leave together.
-        With `writeback=True` the values that the first rank wrote are sharded at the end.
+        A tied weight is one tensor under all its names. All ranks must enter and leave together;
+        `writeback` is as for a layer.
         """
         with super().full_params(writeback) as own:
             found: dict[str, nn.Parameter] = {}

@@ -297,8 +297,6 @@ def balanced(layers: list[nn.Module], parts: int) -> list[int]:
     """
     ## How many layers each stage gets, so that the largest stage is as small as possible
 
-    * `parts` is the number of stages
-
     Tied weights count where they are kept, in the first layer that has them.
     """
     sizes = [0] * len(layers)

@@ -11,8 +11,6 @@ The bubble is the share of slots in which a rank waits. With passes of one lengt
 
 $$1 - \frac{2 m v}{\text{slots until the last rank is done}} = \frac{p - 1}{v m + p - 1}$$
 
-With several stages on a rank this needs $m \ge p$.
-
 **A stage of three layers on two ranks.** Each layer has three weights in fp32, so it is padded to
 four, 16 bytes, and each rank keeps 8. The pipeline is that of `schedules.py`: two stages, 1F1B,
 three micro-batches. Activations between the stages take 24 bytes for each micro-batch. A step of a

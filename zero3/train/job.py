@@ -1,9 +1,9 @@
 r"""
 # The main job: train a sharded GPT, and check the bytes
 
-The job trains the byte-level GPT of `gpt.py` on all ranks. The loop is an ordinary PyTorch training
-loop. Three lines differ from plain data parallelism: the layers are wrapped, a `Zero3Optimizer` is
-built on the model, and the optimizer calls backward.
+The job trains the byte-level GPT of `gpt.py` on all ranks. Three lines of its loop differ from
+plain data parallelism: the layers are wrapped, a `Zero3Optimizer` is built on the model, and the
+optimizer calls backward.
 
 `predict.py` predicts the bytes from the shapes alone, and a `Ledger` measures them in one real
 step. The table at the end of the run says `equal`. Nodes, replicas, encodings and the traffic of
@@ -300,8 +300,6 @@ def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
 def is_predicted(args: argparse.Namespace) -> bool:
     """
     ## Whether formulas predict the bytes
-
-    They do not if layers travel between groups of ranks or encoded, or matrices to their owners.
     """
     groups = args.nodes > 1 or args.replicas > 1
     encoded = args.gather_bits or args.reduce_bits

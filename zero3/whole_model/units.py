@@ -28,8 +28,7 @@ u_{p+k+1}, \ldots
 \qquad \sum_{i=1}^{k} P_{u_{p+i}} \le \text{elements to prefetch}$$
 
 Units that come *soon* are prefetched ([ZeRO-Infinity](https://arxiv.org/abs/2104.07857), section
-6.2), and a unit that comes soon *again* is not freed in between. So the last units stay full from
-forward to backward, which saves their second all-gather.
+6.2), and a unit that comes soon *again* is not freed in between.
 
 | a unit | is full from | to | all-gathers in a step |
 |---|---|---|---|
@@ -311,8 +310,6 @@ class Unit(StandIn, Zero3Layer):
     def leave(self) -> None:
         """
         ### Stop using parameters, its own and those of other units
-
-        The last user of a unit frees it.
         """
         self.users.discard(self)
         for unit in self.externals:
@@ -373,8 +370,6 @@ class Unit(StandIn, Zero3Layer):
     def fetch_for_others(self) -> bool:
         """
         ### Record that one unit uses a parameter of another
-
-        From now on both are gathered together.
         """
         stack = self.order.stack
         if not stack and not in_backward():

@@ -4,9 +4,9 @@ r"""
 `wrap` shards a model as it is: each of its layers becomes a unit, and the model is called as
 before.
 
-The layers are named by their classes, and each becomes a `Unit` in its place. The rest, the *root*,
-becomes one more unit around all of them: embeddings, a last norm, a head. Take a GPT with 100
-parameters outside its three blocks of 60 each, on two ranks:
+The layers are named by their classes. The rest, the *root*, becomes one more unit around all of
+them: embeddings, a last norm, a head. Take a GPT with 100 parameters outside its three blocks of 60
+each, on two ranks:
 
 | unit | parameters | at rest, on each rank | full |
 |---|---|---|---|
@@ -73,7 +73,7 @@ class Zero3Model(StandIn, ShardedModel):
     """
     ## A whole model, sharded unit by unit
 
-    It is called like the model, and has the model's attributes.
+    It has the model's attributes.
     """
 
     unit_class = Unit
@@ -420,13 +420,9 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
     * `persist_below_numel`: as for `mark_persistent_parameters`
     * `bucket_numel` is how many elements of small units share an all-gather, at most: see
       `together.py`
-    * `offload` says where shards rest, as an `Offload` or as "cpu"; left out, on the device
+    * `offload`, `mesh` and `activations` are as for `Zero3Layer`
     * `device` is where the model is made; left out, where it is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
-    * `mesh` has the ranks that share the model, and in a second dimension its replicas or its nodes
-      (see `mesh.py`), or is a `Links`; left out, all ranks share it
-    * `activations` says where the tensors go that autograd saves, as for `Zero3Layer`; left out,
-      they stay
     * `kind` is the class of the result; `zero3.compile` passes another one
 
     Raises `TypeError` or `ValueError` for an impossible argument, before anything changes. Raises
