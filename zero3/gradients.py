@@ -48,7 +48,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     trainable shard. Returns the norm before clipping, in fp64 and with the same bits on all ranks.
 
     Raises `RuntimeError` if parameters are not sharded, or if a gradient is scaled or does not rest
-    in its shard.
+    in its shard; `Zero3Optimizer(clip_grad_norm=)` clips those.
     """
     for line in {vars(m)["line"] for m in model.modules() if "line" in vars(m)}:
         # Other ranks have parts of the same weights (see `inject/line.py`).

@@ -108,9 +108,10 @@ class Sharded(Guarded):
         """
         ### This rank's trainable shards
 
-        1-D parameters, one for each flat parameter, for this rank's optimizer. If others in its
-        flat parameter were used, an unused parameter has a gradient of zero here, and none in plain
-        PyTorch.
+        1-D parameters, one for each flat parameter, for this rank's optimizer. An elementwise
+        optimizer does to a shard what it would do to the parameters, with one difference: if others
+        in its flat parameter were used, an unused parameter has a gradient of zero here, and none
+        in plain PyTorch.
         """
         return [flat.shard for flat in self.flats if flat.shard.requires_grad and len(flat.shard)]
 
@@ -290,7 +291,8 @@ class ShardedModel(nn.Module, Named):
         """
         ### The full parameters of all layers at once, named as in the plain model
 
-        All ranks must enter and leave together; `writeback` is as for a layer.
+        This holds the whole model in memory. All ranks must enter and leave together; `writeback`
+        is as for a layer.
         """
         params: dict[Sharded, dict[str, nn.Parameter]] = {}
         found = {}

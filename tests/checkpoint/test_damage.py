@@ -614,7 +614,7 @@ def test_a_rank_that_is_called_otherwise_is_named_on_all(tmp_path):
     One that raises over its arguments, and one that saves another step or loads another folder: the
     error on the others has its rank and its cause, and it has its own. Breaks where one raises
     before the others are there, who then wait for ever.
-    Proves `all_here`, `save_load.save`, `load`.
+    Proves `all_here`, `save_load.save`, `load`, `Communicator.use`.
     """
     (first, names), (second, _) = run(calls_otherwise, 2, tmp_path / "run")
     assert names == ["step-00000001", "step-00000002"]

@@ -4,8 +4,9 @@ r"""
 `Zero3Optimizer` lets a model compute in 16 bits and learn in 32. It keeps fp32 *master weights* and
 moments of this rank's shards, scales the loss, clips the gradient, and steps.
 
-Half precision takes half the memory and half the communication. But the optimizer steps an fp32
-copy of every shard, the master, and rounds the result into the shard that the layer gathers.
+Half precision takes half the memory and half the communication, but a sum of many small steps needs
+more digits. So the optimizer steps an fp32 copy of every shard, the master, and rounds the result
+into the shard that the layer gathers.
 
 **Two weights on two ranks.** Each rank has one bf16 weight. The loss is scaled by $S = 4$, the
 gradient of the unscaled loss is (3, 4), the norm is clipped to 1, and SGD has a learning rate of
@@ -43,12 +44,14 @@ such steps are all rounded away, while an fp32 master reaches 0, to four digits.
 
 **Why the loss is scaled.** Below $2^{-14}$ fp16 has fewer and fewer digits, and below $2^{-24}$ it
 has no number at all. The gradient of $S$ times the loss is $S$ times the gradient. So scaling moves
-gradients up to the range with all digits. bf16 has the range of fp32 and needs no scale. The idea
-is section 3.2 of [Mixed Precision Training](https://arxiv.org/abs/1710.03740).
+gradients up to the range with all digits, and the fp32 gradient is divided by $S$ afterwards. bf16
+has the range of fp32 and needs no scale. The idea is section 3.2 of [Mixed Precision
+Training](https://arxiv.org/abs/1710.03740).
 
 **Run this**: `make train ARGS="--dtype fp16 --loss-scale dynamic --accumulate 4 --clip 1.0"`.
 
-An optimizer that looks at more than one element at a time steps whole parameters (`whole.py`).
+An optimizer that looks at more than one element at a time steps whole parameters (`whole.py`): a
+shard has no rows and columns, and its norm is not the norm of a layer.
 
 **Not covered, and what that costs**: an optimizer that looks at several parameters, as L-BFGS does,
 is refused. One that counts its steps in the param group counts several in a step, because it is

@@ -16,7 +16,8 @@ packs its shards side by side into its own row of a *packed buffer*:
 | a takes columns 0 and 1 | 1 2 | 3 0 |
 | b takes column 2 | 5 | 6 |
 
-If a collective takes $t$ seconds beside its bytes, $n$ units save
+When a is about to compute, it copies its columns, row by row, into its flat parameter 1 2 3 0.
+Later b does the same. If a collective takes $t$ seconds beside its bytes, $n$ units save
 
 $$(n - 1)\, t \quad \text{seconds, and cost} \quad \sum_{i=1}^{n} P_{u_i} \quad
 \text{elements of memory}$$

@@ -28,7 +28,8 @@ u_{p+k+1}, \ldots
 \qquad \sum_{i=1}^{k} P_{u_{p+i}} \le \text{elements to prefetch}$$
 
 Units that come *soon* are prefetched ([ZeRO-Infinity](https://arxiv.org/abs/2104.07857), section
-6.2), and a unit that comes soon *again* is not freed in between.
+6.2), and a unit that comes soon *again* is not freed in between. So the last units stay full from
+forward to backward, which saves their second all-gather.
 
 | a unit | is full from | to | all-gathers in a step |
 |---|---|---|---|
