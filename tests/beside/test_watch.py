@@ -30,7 +30,7 @@ def test_a_trace_names_what_starts_and_what_is_waited_for(tmp_path):
     """
     The gather of a layer starts before the layer ahead of it computes, and is waited for after
     that; its reduce is waited for after the next one's backward has begun. Torch's range of a
-    message lies inside of the range that starts it. Breaks where a range is left out, or a gather
+    message begins inside of the range that starts it. Breaks where a range is left out, or a gather
     overlaps nothing.
     Proves `named_range`, `Transfer.starting`, `Transfer.wait`, `Unit.forward`.
     """
