@@ -21,6 +21,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.ranks import run
+
 PAGE = Path(__file__).parents[2].joinpath("docs/loop.md").read_text(encoding="utf-8")
 ACCELERATE, TRAINER, SFT, FABRIC, DCP, WATCH = re.findall(
     r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -139,12 +141,15 @@ class Torchrun:
         return {**found, "told": told.getvalue()}
 
 
-@contextlib.contextmanager
-def stores(count):
-    """The ports of as many stores, beside the ranks as torchrun has one: one for each program"""
-    found = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-             for _ in range(count)]
-    yield [each.port for each in found]
+def run_programs(count, worker, size, folder, *args):
+    """
+    ## What a worker returns on each rank that runs `count` programs, one after the other
+
+    Beside the ranks is a store for each program, as torchrun has one.
+    """
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+              for _ in range(count)]
+    return run(worker, size, [each.port for each in stores], folder, *args)
 
 
 def refused(does):

@@ -19,7 +19,7 @@ from tests.beside.loops import (
     plain_pytorch,
     refused,
     replaced,
-    stores,
+    run_programs,
 )
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
@@ -212,16 +212,9 @@ def lonely(accelerator, folder, x):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("loops")
-
-
-@pytest.fixture(scope="module")
 def ours(folder):
-    with stores(6) as ports:
-        found = run(on_two_ranks, 2, ports, folder)
-    with stores(1) as ports:
-        run(on_one_rank, 1, ports, folder)
+    found = run_programs(6, on_two_ranks, 2, folder)
+    run_programs(1, on_one_rank, 1, folder)
     return found
 
 

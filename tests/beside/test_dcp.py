@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.beside.loops import DCP, Torchrun, refused, stores
+from tests.beside.loops import DCP, Torchrun, refused, run_programs
 from tests.pipeline.test_stages_checkpoint import Run, layers
 from tests.ranks import run
 from zero3 import Offload, Zero3Optimizer, wrap
@@ -604,8 +604,7 @@ def test_the_program_of_the_page(tmp_path):
     """
     One step of FSDP2 and one of ours are two steps of FSDP2, and the folder has them.
     """
-    with stores(1) as ports:
-        run(page, 2, ports, tmp_path)
+    run_programs(1, page, 2, tmp_path)
     model, optimizer = page_model()
     for seed in (1, 2):
         rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))

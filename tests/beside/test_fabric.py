@@ -20,10 +20,9 @@ from tests.beside.loops import (
     plain_pytorch,
     refused,
     replaced,
+    run_programs,
     saved,
-    stores,
 )
-from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 
 NAME = "lightning.fabric" if importlib.util.find_spec("lightning") else "lightning_fabric"
@@ -160,16 +159,9 @@ def with_torchs_optimizer(ours, folder):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("fabric")
-
-
-@pytest.fixture(scope="module")
 def ours(folder):
-    with stores(4) as ports:
-        found = run(on_two_ranks, 2, ports, folder)
-    with stores(1) as ports:
-        run(on_one_rank, 1, ports, folder)
+    found = run_programs(4, on_two_ranks, 2, folder)
+    run_programs(1, on_one_rank, 1, folder)
     return found
 
 

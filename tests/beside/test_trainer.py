@@ -22,9 +22,8 @@ from tests.beside.loops import (
     off,
     refused,
     replaced,
-    stores,
+    run_programs,
 )
-from tests.ranks import run
 
 for library, version in (("accelerate", "1.15"), ("peft", "0.21"), ("transformers", "5.23")):
     pytest.importorskip(library, minversion=version, reason="the extra `tests` has it")
@@ -115,20 +114,13 @@ def refusals(ranks):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("loops")
-
-
-@pytest.fixture(scope="module")
 def ours(folder):
-    with stores(4) as ports:
-        return run(on_two_ranks, 2, ports, folder)
+    return run_programs(4, on_two_ranks, 2, folder)
 
 
 @pytest.fixture(scope="module")
 def theirs(folder, ours):
-    with stores(5) as ports:
-        (found,) = run(on_one_rank, 1, ports, folder)
+    (found,) = run_programs(5, on_one_rank, 1, folder)
     return found
 
 

@@ -8,8 +8,7 @@ from unittest import mock
 
 import pytest
 
-from tests.beside.loops import SFT, Torchrun, off, replaced, stores
-from tests.ranks import run
+from tests.beside.loops import SFT, Torchrun, off, replaced, run_programs
 
 pytest.importorskip("trl", minversion="1.16", reason="no extra has it: it brings `datasets` along")
 
@@ -42,7 +41,6 @@ def test_sft_trains_like_the_stock_trainer(tmp_path):
     """
     for size, pairs in ((2, ()), (1, STOCK)):
         (tmp_path / str(size)).mkdir()
-        with stores(2) as ports:
-            run(programs, size, ports, tmp_path / str(size), *pairs)
+        run_programs(2, programs, size, tmp_path / str(size), *pairs)
     assert off(tmp_path, "2/sft-final", "1/sft-final") < 1e-6
     assert off(tmp_path, "2/lora-final", "1/lora-final") < 1e-6

@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from tests.beside.loops import WATCH, Torchrun, stores
-from tests.ranks import run
+from tests.beside.loops import WATCH, Torchrun, run_programs
 from zero3.comm.collectives import named_range
 
 LAYERS = ["layer 0 (the rest)", *(f"layer {k + 1} ({k})" for k in range(4))]
@@ -34,8 +33,7 @@ def test_a_trace_names_what_starts_and_what_is_waited_for(tmp_path):
     overlaps nothing.
     Proves `named_range`, `Transfer.starting`, `Transfer.wait`, `Unit.forward`.
     """
-    with stores(1) as ports:
-        ranks = run(watched, 2, ports, tmp_path)
+    ranks = run_programs(1, watched, 2, tmp_path)
     assert len({str(figures) for _, figures, _ in ranks}) == 1
     for ranges, (sent_bytes, peak_bytes), loss in ranks:
         # Two gathers and a reduce of each layer, but the last one's weights stay full for backward;
@@ -63,7 +61,7 @@ def test_a_trace_names_what_starts_and_what_is_waited_for(tmp_path):
 
 def test_without_a_profiler_there_are_no_ranges():
     """
-    Not even `record_function`, which takes longer than asking. Breaks if ranges are always made.
+    Breaks if ranges are always made.
     Proves `named_range`.
     """
     assert isinstance(named_range("x"), nullcontext)

@@ -735,7 +735,7 @@ def named_range(name: str) -> AbstractContextManager[object]:
     """
     ## A range in the traces of `torch.profiler`, if a profiler runs
 
-    Without one this asks only whether there is one: `record_function` takes longer than that.
+    Without one there is no range: to make one takes time, even if nobody records it.
     """
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 

@@ -1,9 +1,9 @@
 r"""
 # Encodings: fewer bytes for the same numbers
 
-`Int8` and `Int4` turn floats into small integers that share a scale, and back.
+`Int8` and `Int4` turn floats into fewer bits, and back.
 
-In *block-wise quantisation* 64 neighbours share one scale.
+In *block-wise quantisation* 64 neighbours share one scale, and each becomes a small integer.
 
 **Four numbers in 4 bits.** An `Int4` has the values −7 to 7. The largest of these numbers is 3.5,
 so the scale is $3.5 / 7 = 0.5$:

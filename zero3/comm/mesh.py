@@ -3,7 +3,7 @@ r"""
 
 `groups_of` turns a mesh, torch's table of ranks, into the groups that share a model.
 
-Here four ranks train two models side by side:
+With a mesh only some ranks of a run share a model. Here four ranks train two models side by side:
 
 | mesh | ranks of the model | place of rank 2 | a shard is |
 |---|---|---|---|

@@ -4,9 +4,9 @@ r"""
 `wrap` shards a model as it is: each of its layers becomes a unit, and the model is called as
 before.
 
-The layers are named by their classes. The rest, the *root*, becomes one more unit around all of
-them: embeddings, a last norm, a head. Take a GPT with 100 parameters outside its three blocks of 60
-each, on two ranks:
+You name the classes of the layers. The rest, the *root*, becomes one more unit around all of them:
+embeddings, a last norm, a head. Take a GPT with 100 parameters outside its three blocks of 60 each,
+on two ranks:
 
 | unit | parameters | at rest, on each rank | full |
 |---|---|---|---|
