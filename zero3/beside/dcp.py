@@ -27,7 +27,7 @@ shards, and one box or stored tensor:
 | write | `save_dcp(folder, model, optimizer)` | `dcp.save({"model": m, "optim": o}, ...)` |
 | read | `load_dcp(folder, model, optimizer)` | `dcp.load(state, ...)`, then `set_state_dict` |
 
-**Run this**: the program of [Use it in your loop](../../docs/loop.md).
+**Run this**: the program for FSDP2 in [Use it in your loop](../../docs/loop.md).
 
 **Not covered, and what that costs**: DCP has no checksums, and its writer does not replace an older
 checkpoint as a whole, so each one needs a folder of its own. torch reads a stored tensor as a

@@ -28,7 +28,7 @@ optimizer = Zero3Optimizer(model, lr=1e-4)
 model, optimizer = fabric.setup(model, optimizer)
 ```
 
-**Run this**: the program of [Use it in your loop](../../docs/loop.md).
+**Run this**: the program for Fabric in [Use it in your loop](../../docs/loop.md).
 
 **Not covered, and what that costs**: a mixed `precision=` is an error, because autograd would keep
 a 16-bit copy of each weight until backward, on every rank. Convert the model before `wrap`. With

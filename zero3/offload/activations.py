@@ -84,8 +84,8 @@ class Activations:
     Whatever takes `activations=` takes one of these, or an `Offload`, or "cpu".
 
     * `offload` is the tier; pass one object to all layers, so that they share its files
-    * `below_bytes`: storages with fewer bytes stay. To begin its requests would take longer than to
-      move the bytes
+    * `below_bytes`: storages with fewer bytes stay. To begin their requests would take longer than
+      to move the bytes
     * `keep` is how many of the calls that came last stay in memory
 
     Raises `ValueError` if these do not fit together.
