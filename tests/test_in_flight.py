@@ -69,7 +69,8 @@ def late(kind):
             flat.slots[0].param.sum()
         dist.barrier(told)
         # The messages of a gather: one from rank 1, one from rank 2, and two to them.
-        in_flight.user_of(flat.full).works[1].wait()
+        gather = in_flight.user_of(flat.full)
+        gather.works[gather.announced + 1].wait()
         return kept, flat.full[32:].tolist()
     with torch.no_grad():
         return flat.shard.tolist()

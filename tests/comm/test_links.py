@@ -85,7 +85,7 @@ def test_nodes_train_like_plain_pytorch_on_the_global_batch(shape, native, secon
     forward.
     Proves I1, I5, I7, I8, I9, `LinkedCommunicator.all_gather`, `LinkedCommunicator.reduce_scatter`,
     `LinkedCommunicator.exchange`, `Communicator.scatter`, `communicator`, `groups_of`,
-    `_gather_all`, `_rows_of`, `_put`, `_slice`, `LinkedCommunicator._follow`, `_exchange_nodes`.
+    `_hop`, `_rows_of`, `_put`, `_slice`, `Transfer.go_on`, `_send_sums`.
     """
     names = [name for name in CASES if name not in ("DataTypes", "Library")]
     names = names if shape == (2, 2) and secondary != native else names[:6]
@@ -343,7 +343,7 @@ def test_rounded_weights_compute_and_exact_ones_are_updated(shape, first):
     `full_params()` and the update see the exact ones. Gradients go in an encoding without loss.
     Breaks where a rank computes with its own shard unrounded, and where a rounded weight is kept.
     Proves I1, `LinkedCommunicator.all_gather`, `Links`, `_arrived`, `_add_decoded`, `_sum_decoded`,
-    `_exchange_replicas`, `_add_replicas_decoded`, `_add_nodes_decoded`.
+    `_send_sums`, `_add_in`.
     """
     count = math.prod(shape) if shape else 3
     answers = run(rounded, count, shape, first, Same())
@@ -411,7 +411,7 @@ def test_with_everything_rounded_ranks_agree_and_an_overflow_is_still_found(shap
     """
     Replicas keep the same bits, although each has rounded its own sums. One rank has an infinite
     loss in one step: no rank takes the step. Breaks where an infinity is rounded to a number.
-    Proves I1, I6, `_add_replicas_decoded`, `Int4`, `Zero3Optimizer.step`.
+    Proves I1, I6, `_sum_decoded`, `Int4`, `Zero3Optimizer.step`.
     """
     answers = run(bits_of_ranks, 4, shape, first, dtype)
     for rank, (shards, norms) in enumerate(answers):
@@ -473,7 +473,7 @@ def test_no_stream_uses_what_still_travels(tier, tmp_path):
     On an accelerator each step of a gather, and each hop of a gradient, comes after the one before
     it.
     Proves I9, `LinkedCommunicator.all_gather`, `LinkedCommunicator.exchange`,
-    `LinkedCommunicator._follow`.
+    `Transfer.go_on`.
     """
     for options in ({"secondary": True}, {"weights": Int8(), "gradients": Int4(),
                                           "secondary": True}):
@@ -647,12 +647,13 @@ def test_ranks_that_encode_in_different_ways_are_told():
 
 def test_an_encoding_that_does_not_work_is_refused():
     """
-    Proves `_works`, `Links.__post_init__`.
+    Proves `is_encoding`, `Links.__post_init__`.
     """
     for wrong in (Unhashed(), Wide(), Shifted()):
         for name in ("weights", "gradients"):
             said = message(lambda name=name, wrong=wrong: Links(**{name: wrong}))
-            assert f"an `Encoding` for `{name}` of `nbytes(numel)` contiguous bytes" in said
+            assert f"an `Encoding` for `{name}`. Got: " in said
+            assert "that makes `nbytes(numel)` contiguous bytes" in said
     assert Links(weights=Same()).told.startswith("secondary=False, weights=Same, which makes ")
 
 

@@ -376,8 +376,7 @@ class Communicator(Peers):
             transfer.orders.append((group, order))
             transfer.order_bytes += _ORDER_BYTES * (group.size - 1)
         # The announcements are waited for first.
-        transfer.order_works = transfer.works
-        transfer.works = []
+        transfer.announced = len(transfer.works)
         return transfer
 
     def _announced(self, row: tuple[int, ...], options: str) -> torch.Tensor:
@@ -547,9 +546,9 @@ class Transfer:
     from_cpu: bool = False  # an accelerator copies from memory that the host may write to
     # For each group, (group.size, 4) int64: what each of its ranks is about to do.
     orders: list[tuple[Group, torch.Tensor]] = field(default_factory=list)
-    order_works: list[Any] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
-    landed: int = 0  # how many of the works have been waited for
+    announced: int = 0  # how many of the works, the first ones, are announcements
+    landed: int = 0  # how many have been waited for
     sent_bytes: int = 0  # of parameters, gradients or norms, by this rank
     between_bytes: int = 0  # those to ranks on other nodes
     messages: int = 0
@@ -577,7 +576,6 @@ class Transfer:
         in_flight.end(self)
         # The works hold references to the buffers.
         self.works = []
-        self.order_works = []
         self.pairs = []
         self.buffers = []
         return totals
@@ -671,39 +669,41 @@ class Transfer:
         #### Wait, and return the problem if there is one
         """
         try:
-            self._wait_for(self.order_works)
+            self._wait_for_works(self.announced)
             # Compare before waiting for the data. If the ranks diverged, it may never come.
             for group, order in self.orders:
                 problem = guards.diverged(self, group.ranks, group.rank, order)
                 if problem:
                     return problem
-            self.wait_for_works()
-            while self.later:
-                self.later.pop(0)()
-                self.wait_for_works()
-            self.comm.unfinished.pop(self, None)
+            self.go_on()
         except (RuntimeError, ValueError) as error:
             return self.comm.broken or self._problem(error)
         return ""
 
-    def wait_for_works(self) -> None:
+    def go_on(self) -> None:
         """
-        ### Wait for everything that has started, so that the next step may begin
+        ### Wait for everything that has started, and then for each later step
         """
-        self._wait_for(self.works[self.landed:])
-        self.landed = len(self.works)
+        self._wait_for_works()
+        while self.later:
+            self.later.pop(0)()
+            self._wait_for_works()
+        self.comm.unfinished.pop(self, None)
 
-    def _wait_for(self, works: list[Any]) -> None:
+    def _wait_for_works(self, until: int | None = None) -> None:
         """
         #### Wait for messages no longer than the group says, and have a stream wait for collectives
 
+        * `until` is how many works to wait for in all; left out, all that have started
+
         Without a limit a message of gloo's waits as long as its process group, half an hour.
         """
-        for work in works:
+        for work in self.works[self.landed : until]:
             if self.comm.by_messages:
                 work.wait(self.comm.group.timeout)
             else:
                 work.wait()
+            self.landed += 1
 
     @property
     def where(self) -> str:

@@ -53,7 +53,7 @@ gradient to the next.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -78,14 +78,20 @@ class Encoding(Protocol):
     def decode(self, coded: torch.Tensor, numel: int) -> torch.Tensor: ...
 
 
-def is_encoding(thing: object) -> bool:
+def is_encoding(thing: Any) -> bool:
     """
-    ## Whether this is an object with the three methods
+    ## Whether this is an encoding: it can be hashed, and does on zeros what it has to do
 
     The class `Int8`, without parentheses, is none.
     """
-    names = ("nbytes", "encode", "decode")
-    return not isinstance(thing, type) and all(callable(getattr(thing, n, None)) for n in names)
+    zeros = torch.zeros(2, 3)
+    try:
+        hash(thing)
+        code = thing.encode(zeros)
+        return (code.dtype == torch.uint8 and code.shape == (2, thing.nbytes(3))
+                and code.is_contiguous() and torch.equal(thing.decode(code, 3), zeros))
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return False
 
 
 @dataclass(frozen=True)

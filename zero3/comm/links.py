@@ -69,7 +69,7 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -113,12 +113,9 @@ class Links:
         for name in ("weights", "gradients"):
             encoding = getattr(self, name)
             expect(encoding is None or is_encoding(encoding), "Links",
-                   f"an `Encoding` for `{name}`", repr(encoding),
-                   "pass `Int8()`, `Int4()` or an object with the methods of `Encoding`", TypeError)
-            expect(encoding is None or _works(encoding), "Links", f"an `Encoding` for `{name}` of "
-                   "`nbytes(numel)` contiguous bytes of uint8 for each row, that turns zeros into "
-                   "zeros, and that can be hashed", repr(encoding), "try its methods on "
-                   "`torch.zeros(2, 3)`; make its class a frozen dataclass")
+                   f"an `Encoding` for `{name}`", repr(encoding), "pass `Int8()`, `Int4()` or a "
+                   "frozen dataclass with the methods of `Encoding`, that makes `nbytes(numel)` "
+                   "contiguous bytes of uint8 of each row, and zeros of zeros", TypeError)
         expect(self.mesh is None or isinstance(self.mesh, DeviceMesh), "Links",
                "a `torch.distributed.device_mesh.DeviceMesh`", repr(self.mesh),
                "pass one, or leave it out to shard over all ranks", TypeError)
@@ -154,20 +151,6 @@ class Links:
                 made = zlib.crc32(code.cpu().numpy().tobytes())
                 said.append(f"{name}={type(encoding).__name__}, which makes {made:x}")
         return ", ".join(said)
-
-
-def _works(encoding: Encoding) -> bool:
-    """
-    #### Whether an encoding does on zeros what it has to do
-    """
-    zeros = torch.zeros(2, 3)
-    try:
-        hash(encoding)
-        code = encoding.encode(zeros)
-        return (code.dtype == torch.uint8 and code.shape == (2, encoding.nbytes(3))
-                and code.is_contiguous() and torch.equal(encoding.decode(code, 3), zeros))
-    except (TypeError, ValueError, RuntimeError):
-        return False
 
 
 def ranks_of_parts(comm: Communicator) -> Group:
@@ -259,49 +242,50 @@ class LinkedCommunicator(Communicator):
             action = "gather from the node" if near else "gather"
             transfer = self.begin(groups, [sender], action, pairs)
             rows = []
-            encodings = [self.links.weights if full.is_floating_point() and not exact else None
-                         for full, _ in pairs]
-            for (full, shard), encoding in zip(pairs, encodings, strict=True):
+            for full, shard in pairs:
                 self._check_shard(sender, full, shard)
                 collectives.allocate(full)
                 transfer.from_cpu |= shard.device != full.device
-                rows.append(self._rows_of(full, encoding))
+                each = self._rows_of(full, exact)
+                rows.append(each)
                 if near:
                     # Each copy serves one gather.
-                    self._slice(rows[-1]).copy_(self._kept.pop(id(full)))
+                    self._slice(each).copy_(self._kept.pop(id(full)))
                 else:
-                    self._put(shard, rows[-1][self.rank], encoding)
-                row_bytes = rows[-1][0].nbytes
-                if not near:
-                    transfer.count(self.across, row_bytes)
-                transfer.count(self.group, self.across.size * row_bytes)
-                if encoding:
-                    transfer.buffers.append(rows[-1])
-            across = partial(self._gather_all, transfer, self.across, [*map(self._slice, rows)])
-            slices = [each.view(self.group.size, -1) for each in rows]
-            inside = partial(self._gather_all, transfer, self.group, slices)
+                    self._put(shard, each[self.rank])
+                    transfer.count(self.across, each[0].nbytes)
+                transfer.count(self.group, self.across.size * each[0].nbytes)
+                if each.dtype != full.dtype:
+                    transfer.buffers.append(each)
             keeps = self.links.secondary and torch.is_grad_enabled() and not in_backward()
-            arrived = partial(self._arrived, transfer, rows, encodings, keeps)
-            self._follow(transfer, *([inside] if near else [across, inside]), arrived)
+            first, *later = [partial(self._hop, transfer, group, rows) for group in groups[::-1]]
+            transfer.later = [*later, partial(self._arrived, transfer, rows, keeps)]
+            first()
+            self.unfinished[transfer] = None
+            if not self.by_messages:
+                # The stream waits between the steps. On the CPU the wait for the transfer does.
+                transfer.go_on()
             transfer.done.record()
         sender.listener.record(sender, "fetch", transfer.row[2], transfer)
         return transfer
 
-    def _rows_of(self, full: torch.Tensor, encoding: Encoding | None) -> torch.Tensor:
+    def _rows_of(self, full: torch.Tensor, exact: bool) -> torch.Tensor:
         """
         #### The rows that travel, `(world_size, n)`: those of the flat parameter, or encoded ones
         """
         rows = self.rows(full)
-        if encoding is None:
+        if exact or self.links.weights is None or not full.is_floating_point():
             return rows
-        return torch.empty(self.world_size, encoding.nbytes(rows.shape[1]), dtype=torch.uint8,
-                           device=full.device)
+        return torch.empty(self.world_size, self.links.weights.nbytes(rows.shape[1]),
+                           dtype=torch.uint8, device=full.device)
 
-    def _put(self, shard: torch.Tensor, row: torch.Tensor, encoding: Encoding | None) -> None:
+    def _put(self, shard: torch.Tensor, row: torch.Tensor) -> None:
         """
         #### Put this rank's shard into its row, encoded as for the other ranks
         """
-        if encoding:
+        # Only floats are encoded, to bytes.
+        if row.dtype != shard.dtype:
+            encoding: Any = self.links.weights
             shard = encoding.encode(shard.to(row.device, non_blocking=True).view(1, -1)).view(-1)
         row.copy_(shard, non_blocking=True)
 
@@ -324,41 +308,25 @@ class LinkedCommunicator(Communicator):
         """
         return rows.view(self.group.size, self.across.size, -1)[self.group.rank]
 
-    def _gather_all(self, transfer: Transfer, group: Group, rows: list[torch.Tensor]) -> None:
+    def _hop(self, transfer: Transfer, group: Group, rows: list[torch.Tensor]) -> None:
         """
-        #### All-gather in one group, into rows of which each rank has its own: `(size, n)`
+        #### All-gather across the nodes, or inside this one, into rows of which each rank has some
         """
         for each in rows:
-            self.gather_rows(transfer, group, each)
+            part = self._slice(each) if group is self.across else each.view(group.size, -1)
+            self.gather_rows(transfer, group, part)
 
-    def _arrived(self, transfer: Transfer,
-                 rows: list[torch.Tensor],
-                 encodings: list[Encoding | None],
-                 keeps: bool) -> None:
+    def _arrived(self, transfer: Transfer, rows: list[torch.Tensor], keeps: bool) -> None:
         """
         #### All rows are here: decode them, and keep this rank's slice if asked to
         """
-        for (full, _), each, encoding in zip(transfer.pairs, rows, encodings, strict=True):
+        encoding: Any = self.links.weights
+        for (full, _), each in zip(transfer.pairs, rows, strict=True):
             if keeps:
                 self._kept[id(full)] = self._slice(each).clone()
-            if encoding:
+            if each.dtype != full.dtype:
                 out = self.rows(full)
                 out.copy_(encoding.decode(each, out.shape[1]))
-
-    def _follow(self, transfer: Transfer, *steps: Callable[[], None]) -> None:
-        """
-        #### Start the first step, and have each other one follow when the one before it has ended
-        """
-        # On the CPU the wait for the transfer goes on with the next step.
-        if self.by_messages:
-            first, *transfer.later = steps
-            first()
-            self.unfinished[transfer] = None
-            return
-        # On an accelerator the stream waits between them.
-        for step in steps:
-            step()
-            transfer.wait_for_works()
 
     # -------------------------------------------------------------------------------------- reduce
 
@@ -378,23 +346,21 @@ class LinkedCommunicator(Communicator):
             transfer.add = self._add_decoded
             for i, (grad, buffer) in enumerate(pairs):
                 coded = encoding.encode(self.rows(grad))  # (world_size, n) uint8
-                received = collectives.as_receive_buffer(buffer, coded.view(-1))
+                parts = coded.view(self.group.size, -1)
+                received = collectives.as_receive_buffer(buffer, coded.view(-1)).view_as(parts)
                 transfer.pairs[i] = (grad, received)
-                self._all_to_all(transfer, self.group, coded, received)
+                self._all_to_all(transfer, self.group, received, parts)
         return transfer
 
-    def _all_to_all(self, transfer: Transfer,
-                    group: Group,
-                    coded: torch.Tensor,
-                    received: torch.Tensor) -> None:
+    def _all_to_all(self, transfer: Transfer, group: Group, received: torch.Tensor,
+                    parts: torch.Tensor) -> None:
         """
         #### Start to send each rank of a group its part, and to receive those for this rank
         """
-        parts = coded.view(group.size, -1)
-        self.send(transfer, group, received.view_as(parts), parts, collectives.all_to_all_single)
+        self.send(transfer, group, received, parts, collectives.all_to_all_single)
         transfer.count(group, parts[0].nbytes, in_ring=False)
         # What is sent has to stay until it has left.
-        transfer.buffers.append(coded)
+        transfer.buffers.append(parts)
 
     def _add_decoded(self, grad: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """
@@ -411,7 +377,9 @@ class LinkedCommunicator(Communicator):
         encoding: Any = self.links.gradients
         total = torch.zeros_like(mine, dtype=torch.float32)
         for k, part in enumerate(received.view(group.size, len(mine), -1)):
-            total += mine if k == group.rank else encoding.decode(part, mine.shape[1])
+            # All replicas decode the same bytes, their own too.
+            is_exact = k == group.rank and group is not self.replicas
+            total += mine if is_exact else encoding.decode(part, mine.shape[1])
         return total
 
     # ------------------------------------------------------------------------------------ exchange
@@ -430,15 +398,13 @@ class LinkedCommunicator(Communicator):
         if self.across.size == self.replicas.size == 1:
             return sums, None
         with self.on(self.backup_stream):
-            has_nodes = self.across.size > 1
-            group = self.across if has_nodes else self.replicas
-            start = self._exchange_nodes if has_nodes else self._exchange_replicas
+            group = self.across if self.links.has_nodes else self.replicas
             totals = [self._slice_row(each) for each in sums]
             pairs = [(total, total) for total in totals]
             transfer = self.begin([group], [sender], "exchange", pairs)
             transfer.add = partial(self._add_in, group)
             for i, each in enumerate(sums):
-                start(transfer, i, each)
+                transfer.pairs[i] = (totals[i], self._send_sums(transfer, group, each, totals[i]))
         sender.listener.record(sender, "exchange", sum(t.nbytes for t in sums), transfer)
         return totals, transfer
 
@@ -450,74 +416,47 @@ class LinkedCommunicator(Communicator):
             return sums
         return sums.view(self.across.size, -1)[self.across.rank].clone()
 
-    def _exchange_nodes(self, transfer: Transfer, i: int, sums: torch.Tensor) -> None:
+    def _send_sums(self, transfer: Transfer, group: Group, sums: torch.Tensor,
+                   total: torch.Tensor) -> torch.Tensor:
         """
-        #### Start to add sums over the nodes (reduce-scatter)
+        #### Start to add sums over the nodes (reduce-scatter), or over the replicas (all-reduce)
+
+        * `total` is this rank's own row of them, `(shard_numel,)`
+
+        Returns what arrives from the others, for `_add_in`.
         """
-        group = self.across
-        rows = sums.view(group.size, -1)
-        total = transfer.pairs[i][0]
+        rows = sums.view(-1, len(total))  # (M, n): one for each node, or one for all replicas
         if self.links.gradients:
             coded = self.links.gradients.encode(rows)
-            received = torch.empty_like(coded)
-            self._all_to_all(transfer, group, coded, received)
-            transfer.pairs[i] = (total, received)
-            transfer.add = self._add_nodes_decoded
-            return
-        received = torch.empty_like(rows) if self.by_messages else total
-        transfer.pairs[i] = (total, received)
-        self.send(transfer, group, received, rows, collectives.reduce_scatter_single)
-        transfer.count(group, total.nbytes)
-        transfer.buffers.append(sums)
-
-    def _exchange_replicas(self, transfer: Transfer, i: int, total: torch.Tensor) -> None:
-        """
-        #### Start to add sums over the replicas (all-reduce)
-        """
-        group = self.replicas
-        encoding = self.links.gradients
-        if encoding:
-            # All replicas decode the same bytes, their own too.
-            coded = encoding.encode(total.view(1, -1))
-            received = coded.repeat(group.size, 1)
-            self.gather_rows(transfer, group, received)
-            transfer.count(group, coded.nbytes)
-            transfer.pairs[i] = (total, received)
-            transfer.add = self._add_replicas_decoded
-        elif self.by_messages:
-            received = total.new_empty(group.size, len(total))
-            self.send(transfer, group, received, total, collectives.all_gather_single)
-            transfer.count(group, total.nbytes)
-            transfer.pairs[i] = (total, received)
-        else:
+            received = coded.expand(group.size, -1).clone()
+            if group is self.across:
+                self._all_to_all(transfer, group, received, coded)
+            else:
+                self.gather_rows(transfer, group, received)
+                transfer.count(group, coded.nbytes)
+            return received
+        received = rows.new_empty(group.size, len(total)) if self.by_messages else total
+        to_all = group is self.replicas
+        self.send(transfer, group, received, rows,
+                  _all_reduce if to_all else collectives.reduce_scatter_single)
+        if to_all and not self.by_messages:
             # NCCL's ring sends $2 (R-1) / R$ times the bytes.
-            with transfer.starting(total) as works:
-                works.append(collectives.all_reduce(total, group=group.process_group,
-                                                    async_op=True))
             transfer.count(group, 2 * total.nbytes // group.size, messages=2)
+        else:
+            transfer.count(group, total.nbytes)
+        transfer.buffers.append(sums)
+        return received
 
     def _add_in(self, group: Group, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """
         #### The sum over a group, in this rank's memory, which a bucket's layers have views of
         """
+        if self.links.gradients:
+            return total.copy_(self._sum_decoded(group, total.view(1, -1), received).view(-1))
+        if self.by_messages:
+            return total.copy_(collectives.sum_of(group, total, received))
         # NCCL has added already.
-        if not self.by_messages:
-            return total
-        return total.copy_(collectives.sum_of(group, total, received))
-
-    def _add_nodes_decoded(self, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """
-        #### The sum over the nodes, in the memory of this rank's own
-        """
-        rows = self._sum_decoded(self.across, total.view(1, -1), received)
-        return total.copy_(rows.view(-1))
-
-    def _add_replicas_decoded(self, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """
-        #### The sum over the replicas, in the memory of this rank's own
-        """
-        encoding: Any = self.links.gradients
-        return total.copy_(encoding.decode(received, len(total)).sum(dim=0))
+        return total
 
     def held_tensors(self) -> Iterable[torch.Tensor]:
         """
@@ -526,3 +465,10 @@ class LinkedCommunicator(Communicator):
         yield from self._kept.values()
         for transfer in self.unfinished:
             yield from transfer.buffers
+
+
+def _all_reduce(total: torch.Tensor, _: torch.Tensor, **kwargs: Any) -> dist.Work | None:
+    """
+    #### All-reduce in place, called as the other collectives of `Communicator.send`
+    """
+    return collectives.all_reduce(total, **kwargs)
