@@ -269,9 +269,9 @@ MUTATIONS = [
             "assumes that its shard is still there, it skips the read and computes with the other "
             "layer's weights. The output also differs from plain PyTorch."),
     Mutation(
-        "no-write-wait", "offload/copies.py", "Copy.left",
+        "no-write-wait", "offload/copies.py", "SavedStorage.rest",
         title="Activations are freed before their copy is complete",
-        old="        self._end(\"write\")\n",
+        old="            self._end(\"write\")\n",
         new="",
         breaks="I8", program="late_writes",
         healthy="gradients: 1.00 times those of plain PyTorch",

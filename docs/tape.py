@@ -141,7 +141,7 @@ def saved_now() -> dict[str, Json]:
     found: dict[str, Json] = {}
     for visit in [*order.visits.values()]:
         bytes_in = dict.fromkeys(("here", "leaving", "away", "coming"), 0)
-        for stored in visit.alive():
+        for stored in visit.members.values():
             # The input of the next layer is that layer's.
             if stored.visits[-1] is visit:
                 bytes_in[state_of(stored, visit)] += stored.nbytes
@@ -158,8 +158,8 @@ def state_of(stored: SavedStorage, visit: Visit) -> str:
     """
     if stored.memory is not None:
         # When backward begins, the last copy that began is not waited for, and nobody needs it.
-        return "here" if stored.copy is None or in_backward() else "leaving"
-    if not stored.is_coming:
+        return "leaving" if stored.has_copy and not in_backward() else "here"
+    if stored.near is None:
         return "away"
     return "here" if order.entered[-1:] == [visit.number] else "coming"
 

@@ -45,7 +45,7 @@ from zero3.in_flight import in_flight
 from zero3.inject import inject, policies
 from zero3.offload.activations import Activations, Forward, Handle, order
 from zero3.offload.bench import measure
-from zero3.offload.copies import Copy, Shelves
+from zero3.offload.copies import SavedStorage, Shelves
 from zero3.offload.disk import File
 from zero3.pipeline import Pipeline
 
@@ -361,7 +361,7 @@ class Watched(TorchDispatchMode):
 
         def packed(forward, tensor):
             handle = pack(forward, tensor)
-            if isinstance(handle, Handle):
+            if handle.stored is not None:
                 self.watch(tensor)
             return handle
 
@@ -443,7 +443,7 @@ def test_the_system_counts_the_bytes_of_the_formula_on_the_disk(rows, blocks, tm
     Five layers save two activations each, of `rows` times 256 bytes, in whole blocks of 4,096. Four
     leave and three come back. The system counts the same blocks, and the ledger their bytes. The
     first step makes the files. Breaks if anything is written twice, or through the page cache.
-    Proves `saved.activations`, `Shelf.place`, `Shelves.move`, `Copy.come`.
+    Proves `saved.activations`, `Shelf.place`, `Shelves.move`, `SavedStorage.come`.
     """
     if None in measure(tmp_path, 8 << 20, True, 1 << 20, 2):
         pytest.skip("the tests' folder is not on a disk, or only through the page cache")
@@ -480,7 +480,7 @@ class WithBuffer(nn.Module):
 def test_parameters_and_buffers_stay(tmp_path):
     """
     The layer holds them anyway. Breaks if the large weights are written to a file in every step.
-    Proves `Forward.pack`, `Kept.unpack`.
+    Proves `Forward.pack`, `Handle.unpack`.
     """
     model = chain(to_files(tmp_path), 3, WithBuffer)
     with Ledger(model) as tape:
@@ -741,7 +741,7 @@ def test_each_view_of_a_storage_is_what_it_was(tmp_path):
     """
     Breaks if a view is rebuilt with another offset, stride or data type, or if a conjugated one
     loses its sign.
-    Proves `Handle`, `Kept`, `Forward.pack`.
+    Proves `Handle`, `Forward.pack`.
     """
     found = []
     for where in (None, to_files(tmp_path)):
@@ -808,7 +808,7 @@ def test_two_graphs_go_backward_in_any_order(first, tmp_path):
 def test_a_graph_that_is_dropped_frees_its_memory_and_its_files(tmp_path):
     """
     By counting references alone: the collector of cycles is off.
-    Proves `Shelf`, `Order`, `SavedStorage`, `Idle`, `Visit`, `Visit.alive`.
+    Proves `Shelf`, `Order`, `SavedStorage`, `Visit`.
     """
     model = chain(to_files(tmp_path))
     files = model.module_list[0].saving.activations.to
@@ -874,7 +874,7 @@ def test_a_saved_tensor_that_was_changed_is_torchs_error(make, write, tmp_path):
 def test_a_parameter_that_was_changed_is_an_error_too(tmp_path):
     """
     It stays, and hooks of ours stand before torch's own check.
-    Proves `Kept.unpack`.
+    Proves `Handle.unpack`.
     """
     model = chain(to_files(tmp_path))
     loss = model(batch()).sum()
@@ -1014,7 +1014,7 @@ def test_after_an_exception_in_a_layer_the_next_step_is_the_same(tmp_path):
 def test_files_are_used_again_if_they_are_large_enough(tmp_path):
     """
     Four calls leave, so there are four files, as large as the largest batch so far needs.
-    Proves `Shelves`, `Shelves.__init__`, `Shelves.of`, `Shelves.take`, `Shelf.__init__`,
+    Proves `Shelves`, `Shelves.__init__`, `Offload.buffers_for`, `Shelves.take`, `Shelf.__init__`,
     `Shelf.place`, `Offload.disk_bytes`, `Buffers.make_file`.
     """
     model = chain(to_files(tmp_path))
@@ -1031,7 +1031,7 @@ def test_a_file_is_used_again_only_after_its_writer(tmp_path, monkeypatch):
     """
     A graph is dropped while a thread has still to write its activations. The next call takes the
     same file, and waits. Breaks if the late bytes overwrite those of the new call.
-    Proves `Shelves.take`, `Shelf`, `Idle`.
+    Proves `Shelves.take`, `Shelf`.
     """
     # A graph that an earlier test's error refers to would leave too, and wait for the gate.
     gc.collect()
@@ -1119,7 +1119,7 @@ def faulty(folder, fault):
 def test_a_faulty_disk_of_one_rank_is_an_error_on_both(fault, told, tmp_path):
     """
     A short read is not taken for whole, and the other rank does not wait for ever.
-    Proves `Copy.arrived`, `Visit.leave`, `Communicator.fail`.
+    Proves `SavedStorage.here`, `Buffers.wait`, `Visit.leave`, `Communicator.fail`.
     """
     zeros, ones = run(faulty, 2, str(tmp_path), fault)
     assert told in ones and str(tmp_path) in ones
@@ -1150,13 +1150,13 @@ def on_a_device(where, keep_graph=False, fails=False):
     def fail(_):
         raise KeyError("on purpose")
 
-    real = Copy._copy
+    real = SavedStorage._copy
 
     def named(copy, stream, to, memory):
         device.name(memory, "an activation")
         real(copy, stream, to, memory)
 
-    with Accelerator() as device, mock.patch.object(Copy, "_copy", named):
+    with Accelerator() as device, mock.patch.object(SavedStorage, "_copy", named):
         model = chain(where)
         for i in range(2):
             with Ledger(model) as tape:
@@ -1187,8 +1187,8 @@ def test_on_an_accelerator_copies_are_ordered_and_nothing_waits_on_the_host(keep
     To pinned memory and back, beside the compute stream. Nothing reads an activation before it is
     back, and nobody gets the memory of one before it has been copied. Breaks without any of the
     waits in the table of `copies.py`.
-    Proves `Copy`, `Copy.__init__`, `Copy.left`, `Copy.come`, `Copy.arrived`,
-    `SavedStorage.come`, I9.
+    Proves `SavedStorage`, `SavedStorage.leave`, `SavedStorage.rest`, `SavedStorage.come`,
+    `SavedStorage.here`, I9.
     """
     plain, _, device = on_a_device(None, keep_graph)
     waits = Counter(device.waits)
@@ -1209,7 +1209,7 @@ def test_on_an_accelerator_copies_are_ordered_and_nothing_waits_on_the_host(keep
 def test_from_an_accelerator_to_files(keep_graph, tmp_path):
     """
     Through pinned memory, both ways, in the order that the table of `copies.py` says.
-    Proves `Shelf.move`, `Shelves.move`, `Copy.arrived`.
+    Proves `Shelf.move`, `Shelves.move`, `SavedStorage.here`.
     """
     plain, _, _ = on_a_device(None, keep_graph)
     found, tape, device = on_a_device(to_files(tmp_path), keep_graph, fails=True)
@@ -1218,25 +1218,25 @@ def test_from_an_accelerator_to_files(keep_graph, tmp_path):
     assert device.problems == [] and device.checks
 
 
-@pytest.mark.parametrize("name", ["left", "arrived", "__del__"])
+@pytest.mark.parametrize("name", ["rest", "here", "__del__"])
 def test_each_wait_that_is_left_out_is_found(name, monkeypatch):
     """
     The test above would see it.
-    Proves `Copy.left`, `Copy.arrived`.
+    Proves `SavedStorage.rest`, `SavedStorage.here`.
     """
-    real = getattr(Copy, name)
+    real = getattr(SavedStorage, name)
 
     def without(copy):
         with monkeypatch.context() as patch:
             patch.setattr(Line, "wait_event", lambda *_: None)
             return real(copy)
-    monkeypatch.setattr(Copy, name, without)
+    monkeypatch.setattr(SavedStorage, name, without)
     _, _, device = on_a_device(Activations("cpu", below_bytes=0))
     assert device.problems
 
 
 def without_threads(copy, event):
-    """`Copy._end`, but it waits for no thread"""
+    """`SavedStorage._end`, but it waits for no thread"""
     copy.moving = []
     if copy.event is not None:
         copy.comm.current_stream().wait_event(copy.event)
@@ -1250,11 +1250,11 @@ def nobody_waits(*_):
 @pytest.mark.parametrize("where, left_out, told", [
     ((Shelves, "move"), (Event, "synchronize", nobody_waits),
      "copy_ on disk reads memory before copy_ on stream"),
-    ((Copy, "left"), (Copy, "_end", without_threads),
+    ((SavedStorage, "rest"), (SavedStorage, "_end", without_threads),
      "the read of an activation on reader reads memory before the write of an activation on disk"),
-    ((Copy, "arrived"), (Copy, "_end", without_threads),
+    ((SavedStorage, "here"), (SavedStorage, "_end", without_threads),
      "reads an activation before the read of an activation on reader is done"),
-    ((Copy, "_to_device"), (Line, "wait_stream", nobody_waits),
+    ((SavedStorage, "_to_device"), (Line, "wait_stream", nobody_waits),
      "writes memory before tanh_backward, in memory that was freed then, on compute is done"),
     ((Shelves, "take"), (concurrent.futures, "wait", nobody_waits),
      "the write of an activation on disk writes memory before the read of an activation"),
@@ -1265,7 +1265,7 @@ def test_each_wait_on_the_way_to_files_that_is_left_out_is_found(where, left_out
     In this order: a thread writes to the file what has not been copied, reads what has not been
     written, copies to the device what has not been read, and into memory that somebody still uses;
     and a file gets the activations of the next call, while it is read for one that was dropped.
-    Proves `Copy.left`, `Copy.arrived`, `Shelves.move`, `Shelves.take`.
+    Proves `SavedStorage.rest`, `SavedStorage.here`, `Shelves.move`, `Shelves.take`.
     """
     real = getattr(*where)
 

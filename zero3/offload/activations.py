@@ -60,14 +60,14 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero3.guards.moments import Guarded
 from zero3.guards.options import expect, whole
-from zero3.offload.copies import Copy, SavedStorage, Shelf, Shelves
+from zero3.offload.copies import SavedStorage, Shelf, Shelves
 from zero3.offload.disk import whole_blocks
 from zero3.offload.tiers import Offload
 from zero3.watch import in_backward, tensors_in
@@ -162,37 +162,35 @@ class Forward:
         # The model holds this memory whether autograd saves it or not.
         self.own = {_storage_of(tensor) for tensor in _held_by(layer)}
 
-    def pack(self, tensor: torch.Tensor) -> "Handle | Kept":
+    def pack(self, tensor: torch.Tensor) -> "Handle":
         """
         ### Autograd saves a tensor: give it a handle instead
         """
         if self._stays(tensor):
-            return Kept(tensor, tensor._version, self.layer.label)
+            return Handle(self.layer.label, tensor, tensor._version, tensor.size())
         visit = self._visit()
         stored = order.known.get(_storage_of(tensor))
         # Once it has left, its values may change: torch counts the writes of some views apart.
-        if stored is None or stored.copy is not None:
+        if stored is None or stored.has_copy:
             stored = SavedStorage(tensor)
             order.known[_storage_of(tensor)] = stored
         visit.add(stored)
         # A tensor with the same count of writes, and without the memory.
         writes = tensor.detach()
         writes.data = tensor.new_empty(0)
-        return Handle(stored, visit, writes, tensor._version, tensor.size(), tensor.stride(),
-                      int(tensor.storage_offset()))
+        return Handle(visit.label, writes, tensor._version, tensor.size(), tensor.stride(),
+                      int(tensor.storage_offset()), stored, visit)
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         """
         #### Whether a saved tensor stays as it is
         """
-        is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
-        if not is_plain or tensor.device != self.layer.device or tensor.is_quantized:
+        is_plain = (type(tensor) is torch.Tensor and tensor.layout == torch.strided
+                    and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg()))
+        if not is_plain or tensor.device != self.layer.device:
             return True
-        if tensor.is_conj() or tensor.is_neg():
-            return True
-        if tensor.untyped_storage().nbytes() < max(1, self.activations.below_bytes):
-            return True
-        return _storage_of(tensor) in self.own or self._is_borrowed(tensor)
+        is_small = tensor.untyped_storage().nbytes() < max(1, self.activations.below_bytes)
+        return is_small or _storage_of(tensor) in self.own or self._is_borrowed(tensor)
 
     def _is_borrowed(self, tensor: torch.Tensor) -> bool:
         """
@@ -215,47 +213,43 @@ class Forward:
             for key in self.inputs:
                 # This call still refers to it. It leaves with this one.
                 stored = order.known.get(key)
-                if stored is not None and stored.copy is None:
+                if stored is not None and not stored.has_copy:
                     self.visit.add(stored)
             order.begin(self.visit)
         return self.visit
 
 
-class Kept(NamedTuple):
-    """
-    ## A tensor that stays
-    """
-
-    tensor: torch.Tensor
-    version: int  # its count of writes when it was saved
-    label: str  # of the layer
-
-    def unpack(self) -> torch.Tensor:
-        """
-        ### The tensor, unless it has been written to since
-        """
-        _refuse_changes(self.label, self.tensor, self.version, self.tensor.size())
-        return self.tensor
-
-
 class Handle(NamedTuple):
     """
-    ## What autograd keeps in place of a tensor: how the tensor looks at its storage
+    ## What autograd keeps in place of a tensor
+
+    If the tensor has left, its place and shape in its storage.
     """
 
-    stored: SavedStorage
-    visit: "Visit"
-    writes: torch.Tensor  # empty, of the same data type; its version counts the tensor's writes
-    version: int
+    label: str  # of the layer
+    # The tensor, if it stays. Else an empty one of the same data type, with the same count of
+    # writes.
+    writes: torch.Tensor
+    version: int  # that count when the tensor was saved
     size: torch.Size
-    stride: tuple[int, ...]
-    offset: int  # elements
+    stride: tuple[int, ...] = ()
+    offset: int = 0  # elements
+    stored: SavedStorage | None = None
+    visit: "Visit | None" = None
 
     def unpack(self) -> torch.Tensor:
         """
         ### The tensor again
+
+        Raises torch's error if it has been changed in place since.
         """
-        _refuse_changes(self.visit.label, self.writes, self.version, self.size)
+        if self.writes._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{self.writes.type()} {[*self.size]}], saved by {self.label}, "
+                f"is at version {self.writes._version}; expected version {self.version} instead.")
+        if self.stored is None or self.visit is None:
+            return self.writes
         order.enter(self.visit)
         memory = self.stored.here()
         # Memory that was read begins at a block of the disk, somewhere in its storage.
@@ -264,7 +258,7 @@ class Handle(NamedTuple):
         return tensor.set_(memory.untyped_storage(), offset, self.size, self.stride)
 
 
-def bring_back(handle: Handle | Kept) -> torch.Tensor:
+def bring_back(handle: Handle) -> torch.Tensor:
     """
     ## Backward needs a saved tensor
     """
@@ -284,26 +278,18 @@ class Visit:
         self.layer = weakref.ref(layer)
         self.label = layer.label
         self.number = next(order.numbers)
-        # Weakly, because they refer to this object.
-        self.members: dict[int, weakref.ref[SavedStorage]] = {}
+        # The storages that a graph still needs. Weakly, because they refer to this object.
+        self.members: weakref.WeakValueDictionary[int, SavedStorage] = (
+            weakref.WeakValueDictionary())
         self.has_left = False
 
     def add(self, stored: SavedStorage) -> None:
         """
         ### This call needs a storage
         """
-        self.members[id(stored)] = weakref.ref(stored)
+        self.members[id(stored)] = stored
         if stored.visits[-1:] != [self]:
             stored.visits.append(self)
-
-    def alive(self) -> Iterator[SavedStorage]:
-        """
-        ### The storages that a graph still needs
-        """
-        for ref in self.members.values():
-            stored = ref()
-            if stored is not None:
-                yield stored
 
     def leave(self) -> None:
         """
@@ -313,15 +299,14 @@ class Visit:
         in memory.
         """
         layer = self.layer()
-        going = [stored for stored in self.alive()
+        going = [stored for stored in self.members.values()
                  if stored.visits[-1] is self and stored.can_leave]
         if self.has_left or not going or layer is None:
             return
         self.has_left = True
         shelf = self._shelf(layer, sum(whole_blocks(stored.nbytes) for stored in going))
         for stored in going:
-            assert stored.memory is not None
-            stored.copy = Copy(layer, stored.memory, shelf)
+            stored.leave(layer, shelf)
         self._record("activations out", sum(stored.nbytes for stored in going))
 
     def _shelf(self, layer: Guarded, nbytes: int) -> Shelf | None:
@@ -332,7 +317,8 @@ class Visit:
         if offload.tier != "nvme":
             return None
         try:
-            return Shelf(Shelves.of(offload, layer), nbytes)
+            shelves: Any = offload.buffers_for("activations", layer, 0, Shelves)
+            return Shelf(shelves, nbytes)
         except OSError as error:
             what = ("has no room for its activations", f"{nbytes:,} bytes in {offload.folder}",
                     error, "free some space, choose a folder on a larger disk, or train with "
@@ -349,7 +335,7 @@ class Visit:
 
         * `backward` says that this call went backward, and does not need it again soon
         """
-        for stored in self.alive():
+        for stored in self.members.values():
             if stored.visits[0 if backward else -1] is self:
                 stored.rest()
 
@@ -357,7 +343,7 @@ class Visit:
         """
         ### Begin to bring everything back
         """
-        nbytes = sum(stored.come() for stored in self.alive())
+        nbytes = sum(stored.come() for stored in self.members.values())
         if nbytes:
             self._record("activations in", nbytes)
 
@@ -438,17 +424,6 @@ def _storage_of(tensor: torch.Tensor) -> int:
     #### The address of torch's object for a storage; 0 without one
     """
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
-
-
-def _refuse_changes(label: str, tensor: torch.Tensor, version: int, size: torch.Size) -> None:
-    """
-    #### Raise torch's error if a saved tensor has been changed in place
-    """
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{tensor.type()} {[*size]}], saved by {label}, is at version "
-            f"{tensor._version}; expected version {version} instead.")
 
 
 order = Order()

@@ -1,8 +1,8 @@
 r"""
 # Copies of activations
 
-`SavedStorage` is a storage that autograd has saved, `Copy` its copy in CPU memory or in a file, and
-`Shelf` a file with the copies of one call.
+`SavedStorage` is a storage that autograd has saved, and its copy in CPU memory or in a file.
+`Shelf` is a file with the copies of one call.
 
 Each batch may have activations of other sizes. So a call takes a file from those that earlier calls
 have given back, and makes one only if all of them are too small. Two calls of 8,192 and 5,000 bytes
@@ -41,28 +41,16 @@ two.
 """
 
 import concurrent.futures
+import os
 import queue
 import weakref
-from typing import NamedTuple
 
 import torch
 
 from zero3.guards.moments import Guarded
 from zero3.in_flight import in_flight
 from zero3.offload.disk import File, aligned, whole_blocks
-from zero3.offload.in_file import Buffers
-from zero3.offload.tiers import Offload
-
-Blocks = list[concurrent.futures.Future]
-
-
-class Idle(NamedTuple):
-    """
-    ## A file that nobody needs, and the blocks of it that threads may still move
-    """
-
-    file: File
-    moving: Blocks
+from zero3.offload.in_file import Blocks, Buffers
 
 
 class Shelves(Buffers):
@@ -70,29 +58,19 @@ class Shelves(Buffers):
     ## The files of activations, and the threads that write and read them
     """
 
-    def __init__(self, offload: Offload, owner: Guarded):
+    def __init__(self, folder: str | os.PathLike | None, direct: bool, queue_depth: int,
+                 block_bytes: int, owner: Guarded):
         """
         ### Start the threads, and give each a block to write from
         """
-        super().__init__(offload.folder, offload.direct, offload.queue_depth, offload.block_bytes,
-                         owner)
-        self.idle: list[Idle] = []
+        super().__init__(folder, direct, queue_depth, block_bytes, owner)
+        # Files that nobody needs.
+        self.idle: list[File] = []
         self.blocks: queue.LifoQueue[torch.Tensor] = queue.LifoQueue()
-        for _ in range(offload.queue_depth):
-            memory, block = aligned(offload.block_bytes)
+        for _ in range(queue_depth):
+            memory, block = aligned(block_bytes)
             self.memory.append(memory)
             self.blocks.put(block)
-
-    @classmethod
-    def of(cls, offload: Offload, owner: Guarded) -> "Shelves":
-        """
-        ### Those of an `Offload`, made when they are needed first
-        """
-        found = offload.in_use.get("activations")
-        if not isinstance(found, Shelves):
-            found = cls(offload, owner)
-            offload.in_use["activations"] = found
-        return found
 
     def take(self, nbytes: int) -> File:
         """
@@ -100,32 +78,27 @@ class Shelves(Buffers):
 
         Raises `OSError` if the disk is full. What rests in other files is not touched.
         """
-        fitting = [idle for idle in self.idle if idle.file.nbytes >= nbytes]
+        fitting = [file for file in self.idle if file.nbytes >= nbytes]
         if fitting:
-            idle = min(fitting, key=lambda idle: idle.file.nbytes)
-            self.idle.remove(idle)
+            file = min(fitting, key=lambda file: file.nbytes)
+            self.idle.remove(file)
             # The activation that was there is gone, and a thread may still write it.
-            concurrent.futures.wait(idle.moving)
-            return idle.file
+            concurrent.futures.wait(file.moving)
+            return file
         if self.idle:
             # Give its space back, before a larger file takes more.
-            self.idle.remove(max(self.idle, key=lambda idle: idle.file.nbytes))
+            self.idle.remove(max(self.idle, key=lambda file: file.nbytes))
         return self.make_file(nbytes)
 
     def move(self, file: File, write: bool, box: list[torch.Tensor], at: int,
              after: torch.Event | None) -> None:
         """
-        ### Write a part of a copy, or read it, in a thread
-
-        * `box` has the part, `(bytes,)` uint8, at most a block, in CPU memory
-        * `after` is the event after which it may be written
+        ### Read a block of a copy, or write it from a block of this thread's own
         """
-        # A thread drops its arguments a moment after it is done, and the memory has to be free by
-        # then.
-        part = box.pop()
         if not write:
-            file.move(False, part, at)
+            super().move(file, write, box, at, after)
             return
+        part = box.pop()
         if after is not None:
             after.synchronize()
         block = self.blocks.get()
@@ -153,11 +126,10 @@ class Shelf:
         self.shelves = shelves
         self.file = shelves.take(nbytes)
         self.used_bytes = 0
-        self.moving: Blocks = []
 
     def __del__(self) -> None:
         if hasattr(self, "file"):
-            self.shelves.idle.append(Idle(self.file, self.moving))
+            self.shelves.idle.append(self.file)
 
     def place(self, nbytes: int) -> int:
         """
@@ -175,32 +147,46 @@ class Shelf:
         * `memory` is `(bytes,)` uint8, in CPU memory; to be read into, it is whole aligned blocks
         * `after` is the event after which it may be written from
         """
-        blocks = []
-        step = self.shelves.block_bytes
-        for first in range(0, len(memory), step):
-            box = [memory[first : first + step]]
-            blocks.append(self.shelves.workers.submit(
-                self.shelves.move, self.file, write, box, at + first, after))
-        self.moving = [block for block in self.moving if not block.done()] + blocks
+        blocks = self.shelves.start(self.file, write, memory, at, after)
+        self.file.moving = [block for block in self.file.moving if not block.done()] + blocks
         return blocks
 
 
 class SavedStorage:
     """
-    ## A storage that autograd has saved, once for all of its views
+    ## A storage that autograd has saved, once for all of its views, and its copy
+
+    | | `memory` | the copy |
+    |---|---|---|
+    | saved | the storage | |
+    | `leave` | the storage | begins |
+    | `rest` | | complete, in a file or in pinned CPU memory |
+    | `come` | | is read into `near`, and stays |
+    | `here` | what was `near` | stays, because a kept graph may come again |
 
     Its handles refer to it. With the last one it goes, its memory and its copy.
     """
 
+    has_copy = False
+    # After the last copy between the device and the CPU.
+    event: torch.Event | None = None
+    # The memory that it comes back to, while it does.
+    near: torch.Tensor | None = None
+
     def __init__(self, tensor: torch.Tensor):
-        whole_storage = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self.device = tensor.device
+        whole_storage = torch.empty(0, dtype=torch.uint8, device=self.device)
         # (bytes,) uint8, device; `None` while only the copy has the values
         self.memory: torch.Tensor | None = whole_storage.set_(tensor.untyped_storage())
         self.nbytes = self.memory.nbytes
-        self.copy: Copy | None = None
-        self.is_coming = False
+        self.moving: Blocks = []
         # Who needs it, in the order of forward.
         self.visits: list[object] = []
+
+    def __del__(self) -> None:
+        # The graph was dropped during a copy. Only the compute stream may use this memory again.
+        if self.event is not None:
+            self.comm.current_stream().wait_event(self.event)
 
     @property
     def can_leave(self) -> bool:
@@ -209,78 +195,31 @@ class SavedStorage:
 
         Somebody may free it by resizing and fill it again, as `compression/freeing.py` does.
         """
-        return (self.copy is None and self.memory is not None
+        return (not self.has_copy and self.memory is not None
                 and self.memory.untyped_storage().nbytes() == self.nbytes)
 
-    def rest(self) -> None:
-        """
-        ### Free the memory, if there is a copy
-        """
-        if self.copy is not None and self.memory is not None:
-            self.copy.left()
-            self.memory = None
-
-    def come(self) -> int:
-        """
-        ### Begin to bring it back: the bytes that have to be copied
-        """
-        if self.memory is not None or self.is_coming:
-            return 0
-        assert self.copy is not None
-        self.copy.come()
-        self.is_coming = True
-        return self.nbytes
-
-    def here(self) -> torch.Tensor:
-        """
-        ### The memory, `(bytes,)` uint8, on the device
-        """
-        if self.memory is None:
-            self.come()
-            assert self.copy is not None
-            self.memory = self.copy.arrived()
-            self.is_coming = False
-        return self.memory
-
-
-class Copy:
-    """
-    ## The copy of a storage: in a file, or in pinned CPU memory
-    """
-
-    def __init__(self, owner: Guarded, memory: torch.Tensor, shelf: Shelf | None):
+    def leave(self, owner: Guarded, shelf: Shelf | None) -> None:
         """
         ### Begin to copy
 
-        * `memory` is `(bytes,)` uint8, all of a storage, on the device of the layer, `owner`
+        * `owner` is the layer that saved it
         * `shelf` has room for it; without one, the copy stays in pinned memory
         """
+        assert self.memory is not None
         self.owner = weakref.ref(owner)
         self.comm = owner.comm
-        self.device = memory.device
-        self.nbytes = memory.nbytes
         self.shelf = shelf
-        self.at = shelf.place(self.nbytes) if shelf is not None else 0
-        self.moving: Blocks = []
-        # After the last copy between the device and the CPU.
-        self.event: torch.Event | None = None
-        # The memory that it comes back to, while it does.
-        self.near: torch.Tensor | None = None
-        self.pinned: torch.Tensor | None = None
-        in_flight.begin(self, memory)
-        from_cpu = memory
+        in_flight.begin(self, self.memory)
+        from_cpu = self.memory
         if self.device.type != "cpu":
-            from_cpu = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
-            self._copy(self.comm.backup_stream, from_cpu, memory)
+            from_cpu = _pinned(self.nbytes)
+            self._copy(self.comm.backup_stream, from_cpu, self.memory)
         if shelf is None:
             self.pinned = from_cpu
         else:
+            self.at = shelf.place(self.nbytes)
             self.moving = shelf.move(True, from_cpu, self.at, self.event)
-
-    def __del__(self) -> None:
-        # The graph was dropped during a copy. Only the compute stream may use this memory again.
-        if getattr(self, "event", None) is not None:
-            self.comm.current_stream().wait_event(self.event)
+        self.has_copy = True
 
     def _copy(self, stream: torch.Stream, to: torch.Tensor, memory: torch.Tensor) -> None:
         """
@@ -291,49 +230,55 @@ class Copy:
             self.event = self.comm.event()
             self.event.record()
 
-    def left(self) -> None:
+    def rest(self) -> None:
         """
-        ### Wait until the copy is complete
+        ### Free the memory, if there is a copy, once the copy is complete
 
         On an accelerator the compute stream waits. For a file this thread waits as well, so that
         the copies of at most one call are in pinned memory.
         """
-        self._end("write")
-        in_flight.end(self)
+        if self.has_copy and self.memory is not None:
+            self._end("write")
+            in_flight.end(self)
+            self.memory = None
 
-    def come(self) -> None:
+    def come(self) -> int:
         """
-        ### Begin to bring it back, after `left`
+        ### Begin to bring it back: the bytes that have to be copied
         """
+        if self.memory is not None or self.near is not None:
+            return 0
         if self.shelf is None:
             self._to_device(self.pinned)
-            return
+            return self.nbytes
         take = None if self.device.type == "cpu" else _pinned
         _, self.near = aligned(whole_blocks(self.nbytes), take)
         in_flight.begin(self, self.near)
         self.moving = self.shelf.move(False, self.near, self.at)
+        return self.nbytes
 
-    def arrived(self) -> torch.Tensor:
+    def here(self) -> torch.Tensor:
         """
         ### Wait until it is back: `(bytes,)` uint8, on the device
         """
-        self._end("read")
-        if self.shelf is not None and self.device.type != "cpu":
-            self._to_device(self.near)
+        if self.memory is None:
+            self.come()
             self._end("read")
-        in_flight.end(self)
-        memory = self.near
-        self.near = None
-        assert memory is not None
-        return memory[: self.nbytes]
+            assert self.near is not None
+            if self.shelf is not None and self.device.type != "cpu":
+                self._to_device(self.near)
+                self._end("read")
+            in_flight.end(self)
+            self.memory = self.near[: self.nbytes]
+            self.near = None
+        return self.memory
 
-    def _to_device(self, memory: torch.Tensor | None) -> None:
+    def _to_device(self, memory: torch.Tensor) -> None:
         """
         #### Begin to copy from pinned memory to the device
 
         The new memory is the compute stream's, whose work so far the fetch stream waits for.
         """
-        assert memory is not None
         near = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         in_flight.begin(self, near)
         self._copy(self.comm.fetch_stream, near, memory[: self.nbytes])
@@ -347,14 +292,8 @@ class Copy:
         """
         moving = self.moving
         self.moving = []
-        concurrent.futures.wait(moving)
-        for block in moving:
-            error = block.exception()
-            owner = self.owner()
-            if error and owner is not None and self.shelf is not None:
-                owner.comm.fail(
-                    owner, f"could not {event} its activations", f"{self.nbytes:,} bytes in "
-                    f"{self.shelf.shelves.folder}", error, "look after the disk, and start again")
+        if self.shelf is not None:
+            self.shelf.shelves.wait(moving, self.owner(), f"{event} its activations", self.nbytes)
         if self.event is not None:
             self.comm.current_stream().wait_event(self.event)
             self.event = None

@@ -23,6 +23,7 @@ import os
 import resource
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -53,6 +54,8 @@ class File:
                        else tempfile.TemporaryFile(dir=folder, buffering=0))
         self.fd = self.handle.fileno()
         self.nbytes = nbytes
+        # Blocks of it that threads may still move, after nobody needs the file (see `copies.py`).
+        self.moving: list[Future] = []
         allow_more_files(self.fd)
         os.posix_fallocate(self.fd, 0, nbytes)
         if direct:

@@ -40,6 +40,9 @@ from zero3.in_flight import in_flight
 from zero3.offload.disk import SPARE_FILES, File, aligned, allow_more_files, whole_blocks
 from zero3.offload.memory import pinned
 
+# Blocks that threads are reading or writing.
+Blocks = list[concurrent.futures.Future]
+
 
 class Buffers:
     """
@@ -99,6 +102,43 @@ class Buffers:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         self.files.add(made)
         return made
+
+    def start(self, file: File, write: bool, memory: torch.Tensor, at: int,
+              after: torch.Event | None = None) -> Blocks:
+        """
+        ### Hand memory to the threads, block by block
+
+        * `memory` is `(bytes,)` uint8, which is read or written `at` so many bytes in the file
+        * `after` is the event after which it may be written
+        """
+        return [self.workers.submit(self.move, file, write, [block], at + i * self.block_bytes,
+                                    after)
+                for i, block in enumerate(memory.split(self.block_bytes))]
+
+    def move(self, file: File, write: bool, box: list[torch.Tensor], at: int,
+             after: torch.Event | None) -> None:
+        """
+        ### Read or write a block, in a thread
+
+        * `box` has the block, because a thread drops its arguments a moment after it is done, and
+          the memory may have to be free by then
+        """
+        file.move(write, box.pop(), at)
+
+    def wait(self, moving: Blocks, owner: Guarded | None, what: str, nbytes: int) -> None:
+        """
+        ### Wait until blocks have been moved
+
+        * `what` was to be done with these `nbytes`, in words
+
+        Raises `RuntimeError` if a block did not arrive; all ranks stop then.
+        """
+        concurrent.futures.wait(moving)
+        for block in moving:
+            error = block.exception()
+            if error and owner is not None:
+                owner.comm.fail(owner, f"could not {what}", f"{nbytes:,} bytes in {self.folder}",
+                                error, "look after the disk, and start again")
 
     def borrow(self, borrower: "InFile") -> torch.Tensor:
         """
@@ -168,7 +208,7 @@ class InFile:
         self.buffer: torch.Tensor | None = None
         self.present: set[str] = set()  # tensors that are in the buffer, or on their way to it
         self.held = False  # somebody is looking at the buffer
-        self.moving: dict[str, list[concurrent.futures.Future]] = {"read": [], "write": []}
+        self.moving: dict[str, Blocks] = {"read": [], "write": []}
 
     def read_async(self, *names: str) -> None:
         """
@@ -321,11 +361,8 @@ class InFile:
         spans = [self.where[name][:2] for name in names]
         begin = spans[0][0]
         end = spans[-1][0] + whole_blocks(spans[-1][1])
-        block = self.buffers.block_bytes
-        for at in range(begin, end, block):
-            part = self.buffer[at : min(at + block, end)]
-            self.moving[event].append(
-                self.buffers.workers.submit(self.file.move, event == "write", part, at))
+        self.moving[event] += self.buffers.start(self.file, event == "write",
+                                                 self.buffer[begin:end], begin)
         self.present.update(names)
         self.record(event, end - begin)
 
@@ -337,15 +374,8 @@ class InFile:
         """
         if not self.moving[event]:
             return
-        concurrent.futures.wait(self.moving[event])
-        for block in self.moving[event]:
-            error = block.exception()
-            owner = self.owner()
-            if error and owner is not None:
-                owner.comm.fail(
-                    owner, f"could not {event} what rests in a file",
-                    f"{self.nbytes:,} bytes in {self.buffers.folder}", error,
-                    "look after the disk, and start again")
+        self.buffers.wait(self.moving[event], self.owner(), f"{event} what rests in a file",
+                          self.nbytes)
         self.moving[event] = []
         if not any(self.moving.values()):
             in_flight.end(self)

@@ -188,16 +188,17 @@ class Offload:
         """
         return "cpu" if self.tier == "nvme" and nbytes == 0 else self.tier
 
-    def buffers_for(self, purpose: str, owner: Guarded, number: int) -> Buffers:
+    def buffers_for(self, purpose: str, owner: Guarded, number: int,
+                    kind: type[Buffers] = Buffers) -> Buffers:
         """
-        ### The buffers for one purpose, at least `number` of them
+        ### The buffers for one purpose, at least `number` of them, made when they are needed first
 
         "params" and "states" have their own, because backward reads shards while it writes
-        gradients.
+        gradients. "activations" have those of another class, `Shelves`.
         """
         if purpose not in self.in_use:
-            self.in_use[purpose] = Buffers(self.folder, self.direct, self.queue_depth,
-                                           self.block_bytes, owner)
+            self.in_use[purpose] = kind(self.folder, self.direct, self.queue_depth,
+                                        self.block_bytes, owner)
         buffers = self.in_use[purpose]
         buffers.number = max(buffers.number, number)
         return buffers
