@@ -79,7 +79,7 @@ def born():
 def test_rank_0_gives_everybody_its_weights_and_buffers():
     """
     Ranks seeded differently begin alike. Breaks without the scatter in `_shard` or the broadcast.
-    Proves `Zero3Layer._shard`, `Communicator.scatter`, `Communicator.broadcast`, `InMemory.load`,
+    Proves `Zero3Layer._shard`, `Communicator.scatter`, `Communicator.broadcast`, `Storage.load`,
     `Communicator._broadcast`.
     """
     for world_size in (2, 3):
@@ -95,8 +95,8 @@ def test_parameters_are_exactly_the_shards():
     """
     Trainable first, then frozen, and one per data type; the module's own are gone from the list.
     Proves `Zero3Layer.__init__`, `Sharded.get_trainable_chunk`, `FlatParameter`,
-    `FlatParameter.__init__`, `alike`, `hide_params`, `Sharded`, `Sharded.__init__`, `OnDevice`,
-    `OnDevice.shard`, `storage_factory`, `Peers`, `Peers.__init__`.
+    `FlatParameter.__init__`, `alike`, `hide_params`, `Sharded`, `Sharded.__init__`,
+    `StorageFactory.shard`, `storage_factory`, `Peers`, `Peers.__init__`.
     """
     module = nn.Sequential(freeze(linear()), linear(), linear().double())
     layer = Zero3Layer(module)
@@ -483,7 +483,7 @@ def test_full_params_reads_and_writes_and_gives_back(world_size):
     """
     Rank 0's writing counts, and only with `writeback` and without an exception.
     Proves `Sharded.full_params`, `FlatParameter.look_at`, `ShardedModel.full_params`,
-    `InMemory.save`, `FlatParameter.collect_writes`, `Zero3Sequential.named_layers`, `ShardedModel`.
+    `Storage.save`, `FlatParameter.collect_writes`, `Zero3Sequential.named_layers`, `ShardedModel`.
     """
     assert all(run(read_and_write, world_size))
 

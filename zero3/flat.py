@@ -61,34 +61,53 @@ CURE = ("offload the shards: from an accelerator with `offload=\"cpu\"`, or to f
 Names = Iterable[tuple[str, ...]]
 
 
-class Storage(Protocol):
+@dataclass(eq=False)
+class Storage:
     """
-    ## Storage: where a shard rests
+    ## Storage: where a shard rests, here on the device or in CPU memory
 
-    On the device, in CPU memory or in a file: see `offload/tiers.py`.
+    Those of `offload/tiers.py` have something to read and to write.
     """
 
     param: nn.Parameter  # (shard_numel,), for the optimizer
     tier: str  # "device", "cpu" or "nvme"
 
-    # Bytes that the shard takes at rest.
     @property
-    def rest_bytes(self) -> int: ...
+    def rest_bytes(self) -> int:
+        """
+        ### Bytes that the shard takes at rest
+        """
+        return self.param.nbytes
 
-    # Begin to bring the shard into memory.
-    def read_async(self) -> None: ...
+    def read_async(self) -> None:
+        """
+        ### Begin to bring the shard into memory
+        """
 
-    # The shard in memory, (shard_numel,). It may be written to, and `save` writes it back.
-    def load(self) -> torch.Tensor: ...
+    def load(self) -> torch.Tensor:
+        """
+        ### The shard in memory: `(shard_numel,)`
 
-    # Write the loaded shard back to where it rests.
-    def save(self) -> None: ...
+        It may be written to, and `save` writes it back.
+        """
+        return self.param.detach()
 
-    # Take over these values, converted to the shard's data type.
-    def replace(self, values: torch.Tensor) -> None: ...
+    def save(self) -> None:
+        """
+        ### Write the loaded shard back to where it rests; here it was written in place
+        """
 
-    # The loaded shard is no longer needed, once `stream` has copied it.
-    def release(self, stream: torch.Stream | None = None) -> None: ...
+    def replace(self, values: torch.Tensor) -> None:
+        """
+        ### Take over these values, converted to the shard's data type
+        """
+        self.load().copy_(values)
+        self.save()
+
+    def release(self, stream: torch.Stream | None = None) -> None:
+        """
+        ### The loaded shard is no longer needed, once `stream` has copied it
+        """
 
 
 class GradientSink(Protocol):
@@ -108,18 +127,34 @@ class GradientSink(Protocol):
     def drop_grad(self, set_to_none: bool = True) -> None: ...
 
 
-class StorageFactory(Protocol):
+class StorageFactory:
     """
-    ## Storage factory: decides where the shards of a layer rest
+    ## Storage factory: decides where the shards of a layer rest, here on the device
     """
 
-    tier: str
+    tier = "device"
 
-    def shard(self, owner: Guarded, values: torch.Tensor, trains: bool) -> Storage: ...
+    def shard(self, owner: Guarded, values: torch.Tensor, trains: bool) -> Storage:
+        """
+        ### Put a layer's shard, `(shard_numel,)`, where it rests
 
-    # Memory that it holds, and bytes of its files, for a `Ledger`.
-    def memory(self) -> list[torch.Tensor]: ...
-    def disk_bytes(self) -> int: ...
+        All ranks call it alike. Raises `RuntimeError` on all of them if a step of the layer has no
+        room.
+        """
+        guards.check_step(owner, values, CURE)
+        return Storage(nn.Parameter(values, trains), self.tier)
+
+    def memory(self) -> list[torch.Tensor]:
+        """
+        ### Memory that it holds besides the shards, for a `Ledger`
+        """
+        return []
+
+    def disk_bytes(self) -> int:
+        """
+        ### Bytes of its files
+        """
+        return 0
 
 
 @dataclass(eq=False, repr=False)
@@ -418,82 +453,6 @@ class FlatParameter:
             self.shard.grad = None
         elif self.shard.grad is not None:
             self.shard.grad.zero_()
-
-
-@dataclass
-class InMemory:
-    """
-    ## A shard that rests on the device or in CPU memory
-
-    Nothing has to be read or written, so most methods have nothing to do.
-    """
-
-    param: nn.Parameter  # (shard_numel,)
-    tier: str
-
-    @property
-    def rest_bytes(self) -> int:
-        """
-        ### Bytes that the shard takes at rest
-        """
-        return self.param.nbytes
-
-    def read_async(self) -> None:
-        """
-        ### Nothing to read
-        """
-
-    def load(self) -> torch.Tensor:
-        """
-        ### The shard: `(shard_numel,)`
-        """
-        return self.param.detach()
-
-    def save(self) -> None:
-        """
-        ### Nothing to write: the values were written in place
-        """
-
-    def replace(self, values: torch.Tensor) -> None:
-        """
-        ### Take over these values, converted to the shard's data type
-        """
-        self.param.detach().copy_(values)
-
-    def release(self, stream: torch.Stream | None = None) -> None:
-        """
-        ### Nothing to give back
-        """
-
-
-class OnDevice:
-    """
-    ## The device, where shards rest if nobody says otherwise
-    """
-
-    tier = "device"
-
-    def shard(self, owner: Guarded, values: torch.Tensor, trains: bool) -> InMemory:
-        """
-        ### Leave a layer's shard, `(shard_numel,)`, where it is
-
-        All ranks call it alike. Raises `RuntimeError` on all of them if a step of the layer has no
-        room.
-        """
-        guards.check_step(owner, values, CURE)
-        return InMemory(nn.Parameter(values, trains), self.tier)
-
-    def memory(self) -> list[torch.Tensor]:
-        """
-        ### It holds nothing besides the shards
-        """
-        return []
-
-    def disk_bytes(self) -> int:
-        """
-        ### It has no files
-        """
-        return 0
 
 
 # ----------------------------------------------------------------------- parameters of a layer

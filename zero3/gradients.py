@@ -135,7 +135,8 @@ def block_norms(grad: torch.Tensor, counted: list[slice] | None, norm_type: floa
     # An accelerator widens in the kernel, the CPU makes a copy.
     copies = grad.dtype != wide and grad.device.type == "cpu"
     norms = []
-    for part in [grad] if counted is None else [grad[where] for where in counted]:
+    parts = [grad] if counted is None else [grad[where] for where in counted]
+    for part in parts:
         whole = len(part) // BLOCK_NUMEL * BLOCK_NUMEL
         blocks = part[:whole].view(-1, BLOCK_NUMEL)
         for rows in blocks.split(_WIDENED_BLOCKS if copies else max(1, len(blocks))):

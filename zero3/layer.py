@@ -61,7 +61,7 @@ from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params
 from zero3.guards.moments import guards, own_modules
 from zero3.in_flight import in_flight
-from zero3.schedule import Alone, Chain, Schedule
+from zero3.schedule import Chain, Schedule
 from zero3.sharded import Sharded, ShardedModel, communicator, storage_factory
 from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in
 
@@ -112,7 +112,7 @@ class Zero3Layer(Sharded):
         self.comm = communicator(rank, world_size, mesh)
         self.offload = storage_factory(offload)
         self.reducer = Reducer(self.comm)
-        self.schedule: Schedule = Alone()
+        self.schedule = Schedule()
         # The all-gather in flight.
         self._gather: Transfer | None = None
         # If the layer was not freed after forward: the call whose backward it waits for.

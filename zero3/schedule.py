@@ -27,17 +27,17 @@ overlaps with its all-gathers. `whole_model/units.py` has a schedule that learns
 model.
 """
 
-from typing import Protocol
-
 import torch
 
 from zero3.sharded import Sharded
 from zero3.watch import Call, in_backward
 
 
-class Schedule(Protocol):
+class Schedule:
     """
     ## Schedule: a layer asks it two questions
+
+    These are the answers for a layer that is in no chain: nothing is gathered ahead.
     """
 
     def ahead(self, layer: Sharded) -> list[Sharded]:
@@ -47,26 +47,16 @@ class Schedule(Protocol):
         In backward the layer gathers them while it computes; in forward `walk` of the chain does.
         In both directions a layer begins to read their shards, if they rest in files.
         """
+        return []
 
     def stays_full(self, layer: Sharded, call: Call) -> bool:
         """
         ### Whether a layer stays full after a forward call, because backward needs it at once
         """
-
-
-class Alone:
-    """
-    ## The schedule of a layer that is in no chain: nothing is gathered ahead
-    """
-
-    def ahead(self, layer: Sharded) -> list[Sharded]:
-        return []
-
-    def stays_full(self, layer: Sharded, call: Call) -> bool:
         return False
 
 
-class Chain:
+class Chain(Schedule):
     """
     ## The schedule of a chain
 

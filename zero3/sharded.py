@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero3.comm.collectives import ALONE, Communicator
 from zero3.comm.order import Listener, Silence, all_ranks
 from zero3.comm.reducer import Reducer
-from zero3.flat import FlatParameter, OnDevice, Slot, StorageFactory
+from zero3.flat import FlatParameter, Slot, StorageFactory
 from zero3.guards.moments import Guarded
 from zero3.guards.options import Named, expect, whole
 from zero3.watch import Watch
@@ -79,7 +79,7 @@ class Sharded(Guarded):
         self.saving: Callable[[object], AbstractContextManager] = nullcontext
         if activations is not None:
             from zero3.offload.activations import LayerActivations
-            self.saving = LayerActivations.of(activations, self)
+            self.saving = LayerActivations(activations, self)
 
     # `Zero3Layer` has the training step.
 
@@ -310,7 +310,8 @@ def comm_of(model: object) -> Communicator:
     """
     ## The communicator of a model; for any other object, that of all ranks
     """
-    for module in model.modules() if isinstance(model, nn.Module) else ():
+    modules = model.modules() if isinstance(model, nn.Module) else []
+    for module in modules:
         # A pipeline comes before its layers.
         if isinstance(module, (Sharded, ShardedModel)) and hasattr(module, "comm"):
             return module.comm
@@ -350,6 +351,6 @@ def storage_factory(offload: Offload | str | None) -> StorageFactory:
     * `offload` is as for `Zero3Layer`
     """
     if offload is None:
-        return OnDevice()
+        return StorageFactory()
     from zero3.offload.tiers import Offload
     return Offload.of(offload)

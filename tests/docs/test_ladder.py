@@ -71,7 +71,7 @@ def test_model_states_at_rest_are_what_the_formulas_say(climbed):
     4 for each tensor that Adam steps, in which it counts. The last two have nothing on the device;
     the one has the same bytes in CPU memory, the other all but buffers and counts in files.
     Proves I2, `ledger.held_bytes`, `predict`, `Offload`, `ledger.disk_bytes`, `Offload.disk_bytes`,
-    `OnDevice.disk_bytes`, `OnDevice.memory`.
+    `StorageFactory.disk_bytes`, `StorageFactory.memory`.
     """
     rows, answer, _ = climbed
     psi, ranks = answer["params"], answer["ranks"]

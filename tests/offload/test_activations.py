@@ -125,7 +125,7 @@ def test_every_chain_has_the_same_bits_with_its_activations_in_files(world_size,
     Layers called twice, checkpointed inside and outside, frozen, changed in place, with several
     outputs, two graphs at once. Breaks if a storage is read before it is written, taken for another
     one, or given back too early.
-    Proves I1, I8, `Activations`, `LayerActivations`, `LayerActivations.of`,
+    Proves I1, I8, `Activations`, `LayerActivations`, `LayerActivations.__init__`,
     `LayerActivations.__call__`, `Forward.pack`, `Handle.unpack`, `bring_back`.
     """
     for found, visits, known in run(all_cases, world_size, str(tmp_path)):

@@ -237,7 +237,7 @@ def test_a_frozen_shard_rests_in_the_bytes_of_its_encoding(world_size, tier):
     """
     To the byte, before and after training, evaluation and `full_params()`; trainable shards rest
     as before. Breaks if the decoded shard, or the shard that was encoded, stays in memory.
-    Proves I2, `Encoded.rest_bytes`, `InMemory.rest_bytes`, `Encoded.memory`, `Offload.memory`,
+    Proves I2, `Encoded.rest_bytes`, `Storage.rest_bytes`, `Encoded.memory`, `Offload.memory`,
     `Encoded.release`.
     """
     for found in run(bytes_at_rest, world_size, tier):
@@ -359,7 +359,7 @@ def written(tier):
 def test_written_weights_are_encoded(tier):
     """
     `full_params(writeback=True)`. Breaks if the code is not written again.
-    Proves `Encoded.save`, `Encoded.replace`.
+    Proves `Encoded.save`, `Storage.replace`.
     """
     for off, same, replaced in run(written, 2, tier):
         assert off == 0 and same and len(replaced) == 1 and abs(replaced[0] - 3.5) < 3.5 / 200

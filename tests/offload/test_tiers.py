@@ -125,7 +125,7 @@ def test_every_tier_trains_to_the_same_bits(world_size, dtype, micro_batches, tm
     """
     I8: eight steps give the same losses, norms, weights, masters and moments, bit for bit. Breaks
     where a buffer is read before its file is written, or given away before it is copied from.
-    Proves I8, `Offload`, `InMemory`, `InMemory.release`, `ShardStates.add_grad`.
+    Proves I8, `Offload`, `Storage`, `Storage.release`, `ShardStates.add_grad`.
     """
     for rank in run(some_steps, world_size, str(tmp_path), dtype, micro_batches):
         assert rank == dict.fromkeys(tiers("anywhere"), True)
@@ -371,7 +371,7 @@ def test_files_buffers_and_what_is_read_and_written_are_predicted_to_the_byte(wo
     Also memory at rest and at the peak, and traffic. Breaks where `predict.py` and `tiers.py`
     drift apart, by one block.
     Proves I2, I3, I4, `_place`, `_pool_bytes`, `_Shard`,
-    `InFile.share`, `InMemory.read_async`.
+    `InFile.share`, `Storage.read_async`.
     """
     for rank in run(predictions, world_size, str(tmp_path), ["frozen", "unequal"]):
         assert rank == []

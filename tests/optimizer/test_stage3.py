@@ -111,7 +111,7 @@ def test_bf16_with_masters_follows_one_process_with_masters(world_size):
     stepped, or the gradient is rounded once more. With torch's plain AdamW: the fused one computes
     eight elements at a time and rounds the few at a tensor's end otherwise, and a shard ends
     elsewhere.
-    Proves `Zero3Optimizer._update`, `ShardStates`, `InMemory.replace`, `Communicator.total`.
+    Proves `Zero3Optimizer._update`, `ShardStates`, `Storage.replace`, `Communicator.total`.
     """
     steps, lr = 30, 1e-3
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ names the moment, and a guard decides whether to raise an error.
 |---|---|---|
 | gets a module | `Zero3Layer.__init__` | parameters that are sharded already (`freed.py`) |
 | compares it | `Communicator.open` | others on rank 1 (`placement.py`) |
-| has a shard | `OnDevice.shard` | no room for a step (`room.py`) |
+| has a shard | `StorageFactory.shard` | no room for a step (`room.py`) |
 | will compute | `_prepare` | a new parameter inside (`contents.py`) |
 | has computed | `forward` | a write, which would be lost (`uses.py`) |
 | goes backward | `_pre_backward_hook` | weights that have changed (`uses.py`) |

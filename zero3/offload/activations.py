@@ -117,19 +117,15 @@ class LayerActivations:
     ## A layer's way to save what autograd needs: its forward runs `with saving(inputs):`
     """
 
-    def __init__(self, activations: Activations, layer: Guarded):
-        self.activations = activations
-        # Weakly, because the layer refers to this object.
-        self.layer = weakref.ref(layer)
-
-    @classmethod
-    def of(cls, activations: Activations | Offload | str, layer: Guarded) -> "LayerActivations":
+    def __init__(self, activations: Activations | Offload | str, layer: Guarded):
         """
-        ### Turn the argument `activations` of a layer into what the layer calls
+        ### Take the argument `activations` of a layer
         """
         if not isinstance(activations, Activations):
             activations = Activations(activations)
-        return cls(activations, layer)
+        self.activations = activations
+        # Weakly, because the layer refers to this object.
+        self.layer = weakref.ref(layer)
 
     def __call__(self, inputs: object) -> AbstractContextManager:
         """

@@ -43,6 +43,7 @@ import torch
 
 from zero3.comm.collectives import Communicator
 from zero3.comm.encodings import Encoding
+from zero3.flat import Storage
 from zero3.guards.freed import FreedParameter
 from zero3.guards.moments import Guarded
 from zero3.in_flight import in_flight
@@ -51,7 +52,7 @@ from zero3.offload.memory import copy_to
 _SETS_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 
 
-class Encoded:
+class Encoded(Storage):
     """
     ## A frozen shard that rests encoded
     """
@@ -149,13 +150,6 @@ class Encoded:
         self.code.copy_(self._encode(self.decoded))
         torch.autograd.graph.increment_version(self.param)
         self.release()
-
-    def replace(self, values: torch.Tensor) -> None:
-        """
-        ### Take over these values, converted and encoded
-        """
-        self.load().copy_(values)
-        self.save()
 
     def release(self, stream: torch.Stream | None = None) -> None:
         """

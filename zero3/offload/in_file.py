@@ -32,8 +32,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
+from zero3.flat import Storage
 from zero3.guards.freed import FreedParameter
 from zero3.guards.moments import Guarded
 from zero3.in_flight import in_flight
@@ -171,7 +171,7 @@ class Buffers:
         borrower.record("buffers", sum(memory.nbytes for memory in self.memory))
 
 
-class InFile:
+class InFile(Storage):
     """
     ## Tensors that rest in a file
 
@@ -186,7 +186,6 @@ class InFile:
     """
 
     tier = "nvme"
-    param: nn.Parameter  # of a shard, see `become_parameter`
 
     def __init__(self, buffers: Buffers, owner: Guarded, like: dict[str, torch.Tensor]):
         """

@@ -1,7 +1,7 @@
 r"""
 # Offload: shards in CPU memory or in files
 
-`Offload` says where shards rest. `InMemory` is a shard in memory, `InFile` one in a file.
+`Offload` says where shards rest: in memory, in files (`InFile`) or encoded (`Encoded`).
 
 In a training step a rank needs a shard twice to gather it, and once to update it, and the optimizer
 states once. In between they can rest in cheaper memory. Such a place is a *tier*: the device that
@@ -47,7 +47,7 @@ import torch
 from torch import nn
 
 from zero3.comm.encodings import Encoding, is_encoding
-from zero3.flat import CURE, InMemory
+from zero3.flat import CURE, Storage, StorageFactory
 from zero3.guards.moments import Guarded
 from zero3.guards.options import expect, whole
 from zero3.guards.room import check_room, check_step
@@ -60,7 +60,7 @@ TIERS = ("device", "cpu", "nvme")
 
 
 @dataclass(eq=False)
-class Offload:
+class Offload(StorageFactory):
     """
     ## A tier, and the memory and files in use there
 
@@ -140,8 +140,7 @@ class Offload:
             return offload
         return cls("device" if offload is None else offload)
 
-    def shard(self, owner: Guarded, values: torch.Tensor, trains: bool
-              ) -> "InMemory | InFile | Encoded":
+    def shard(self, owner: Guarded, values: torch.Tensor, trains: bool) -> Storage:
         """
         ### Put a layer's shard where it rests
 
@@ -167,7 +166,7 @@ class Offload:
             cpu = torch.device("cpu")
             self.check(owner, "its shard", values.nbytes, cpu)
             values = copy_to(cpu, values, values.dtype, owner.device)
-        return InMemory(nn.Parameter(values, trains), tier)
+        return Storage(nn.Parameter(values, trains), tier)
 
     def _encode(self, owner: Guarded, values: torch.Tensor, encoding: Encoding) -> Encoded:
         """

@@ -983,7 +983,8 @@ def plain_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     for path, module in model.named_modules(remove_duplicate=False):
         parts = []
         owner = model
-        for part in path.split(".") if path else []:
+        # The model itself has the empty path.
+        for part in filter(None, path.split(".")):
             if not hasattr(type(owner), "get_trainable_chunk"):
                 parts.append(part)
             elif part not in ("module", "module_list"):

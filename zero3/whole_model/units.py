@@ -75,7 +75,7 @@ from zero3.guards.contents import uncompiled
 from zero3.layer import Zero3Layer
 from zero3.offload.activations import Activations
 from zero3.offload.tiers import Offload
-from zero3.schedule import Alone
+from zero3.schedule import Schedule
 from zero3.sharded import Sharded
 from zero3.watch import Call, in_backward
 from zero3.whole_model.together import Packed, Together, fetch_together
@@ -501,7 +501,7 @@ class Unit(StandIn, Zero3Layer):
         super().settle(raised)
 
 
-class TracedOrder(Alone):
+class TracedOrder(Schedule):
     """
     ## The schedule of a whole model: gather and free units along the order that was learnt
 
