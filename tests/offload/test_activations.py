@@ -443,7 +443,7 @@ def test_the_system_counts_the_bytes_of_the_formula_on_the_disk(rows, blocks, tm
     Five layers save two activations each, of `rows` times 256 bytes, in whole blocks of 4,096. Four
     leave and three come back. The system counts the same blocks, and the ledger their bytes. The
     first step makes the files. Breaks if anything is written twice, or through the page cache.
-    Proves `saved.activations`, `Shelf.place`, `Shelves.move`, `SavedStorage.come`.
+    Proves `saved.activations`, `Visit.leave`, `Shelves.move`, `SavedStorage.come`.
     """
     if None in measure(tmp_path, 8 << 20, True, 1 << 20, 2):
         pytest.skip("the tests' folder is not on a disk, or only through the page cache")
@@ -1015,7 +1015,7 @@ def test_files_are_used_again_if_they_are_large_enough(tmp_path):
     """
     Four calls leave, so there are four files, as large as the largest batch so far needs.
     Proves `Shelves`, `Shelves.__init__`, `Offload.buffers_for`, `Shelves.take`, `Shelf.__init__`,
-    `Shelf.place`, `Offload.disk_bytes`, `Buffers.make_file`.
+    `Offload.disk_bytes`, `Buffers.make_file`.
     """
     model = chain(to_files(tmp_path))
     files = model.module_list[0].saving.activations.to

@@ -573,7 +573,7 @@ def test_a_model_of_three_times_the_memory_limit_trains_from_files(tmp_path):
     (RLIMIT_DATA). Resident memory grows by the stated buffers and whole layers, and no more than
     the interpreter's and torch's own needs beside them. Breaks where a shard, a gradient or a
     moment stays in memory.
-    Proves `Offload.shard`, `ShardStates.place`, `InFile`, `InFile.become_parameter`.
+    Proves `Offload.shard`, `ShardStates.place`, `InFile`, `FreedParameter.of_shard`.
     """
     done = limited(tmp_path, "nvme")
     assert done.returncode == 0, done.stderr
@@ -832,7 +832,7 @@ def test_a_model_that_is_gone_takes_its_memory_and_its_files_along(tmp_path):
 def test_a_shard_in_a_file_says_so_to_an_optimizer_that_cannot_step_it(tmp_path):
     """
     By name, with the cure. Breaks where an optimizer would step nothing, without a word.
-    Proves `FreedParameter`, `InFile.become_parameter`, `Zero3Layer.__init__`.
+    Proves `FreedParameter`, `FreedParameter.of_shard`, `Zero3Layer.__init__`.
     """
     layer = Zero3Layer(nn.Linear(5, 5), offload=Offload("nvme", tmp_path))
     with pytest.raises(RuntimeError, match=r"Zero3Optimizer"):

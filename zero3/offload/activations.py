@@ -55,11 +55,11 @@ graph without parameters moves nothing, and what the root computes behind a laye
 layer's.
 """
 
-import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate, count
 from typing import Any, NamedTuple
 
 import torch
@@ -300,9 +300,11 @@ class Visit:
         if self.has_left or not going or layer is None:
             return
         self.has_left = True
-        shelf = self._shelf(layer, sum(whole_blocks(stored.nbytes) for stored in going))
-        for stored in going:
-            stored.leave(layer, shelf)
+        # Where each copy begins in the file, and where the last one ends.
+        *begins, end = accumulate((whole_blocks(stored.nbytes) for stored in going), initial=0)
+        shelf = self._shelf(layer, end)
+        for stored, begin in zip(going, begins, strict=True):
+            stored.leave(layer, shelf, begin)
         self._record("activations out", sum(stored.nbytes for stored in going))
 
     def _shelf(self, layer: Guarded, nbytes: int) -> Shelf | None:
@@ -362,7 +364,7 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self.numbers = itertools.count()
+        self.numbers = count()
         self.visits: weakref.WeakValueDictionary[int, Visit] = weakref.WeakValueDictionary()
         self.newest: weakref.ref[Visit] | None = None
         # Storages in memory by the addresses of torch's objects for them.

@@ -125,19 +125,10 @@ class Shelf:
         """
         self.shelves = shelves
         self.file = shelves.take(nbytes)
-        self.used_bytes = 0
 
     def __del__(self) -> None:
         if hasattr(self, "file"):
             self.shelves.idle.append(self.file)
-
-    def place(self, nbytes: int) -> int:
-        """
-        ### Where the next copy begins in the file
-        """
-        begin = self.used_bytes
-        self.used_bytes += whole_blocks(nbytes)
-        return begin
 
     def move(self, write: bool, memory: torch.Tensor, at: int, after: torch.Event | None = None
              ) -> Blocks:
@@ -198,17 +189,18 @@ class SavedStorage:
         return (not self.has_copy and self.memory is not None
                 and self.memory.untyped_storage().nbytes() == self.nbytes)
 
-    def leave(self, owner: Guarded, shelf: Shelf | None) -> None:
+    def leave(self, owner: Guarded, shelf: Shelf | None, at: int) -> None:
         """
         ### Begin to copy
 
         * `owner` is the layer that saved it
-        * `shelf` has room for it; without one, the copy stays in pinned memory
+        * `shelf` has room for it, `at` so many bytes; without one, the copy stays in pinned memory
         """
         assert self.memory is not None
         self.owner = weakref.ref(owner)
         self.comm = owner.comm
         self.shelf = shelf
+        self.at = at
         in_flight.begin(self, self.memory)
         from_cpu = self.memory
         if self.device.type != "cpu":
@@ -217,7 +209,6 @@ class SavedStorage:
         if shelf is None:
             self.pinned = from_cpu
         else:
-            self.at = shelf.place(self.nbytes)
             self.moving = shelf.move(True, from_cpu, self.at, self.event)
         self.has_copy = True
 

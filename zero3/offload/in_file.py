@@ -34,7 +34,6 @@ from pathlib import Path
 import torch
 
 from zero3.flat import Storage
-from zero3.guards.freed import FreedParameter
 from zero3.guards.moments import Guarded
 from zero3.in_flight import in_flight
 from zero3.offload.disk import SPARE_FILES, File, aligned, allow_more_files, whole_blocks
@@ -280,15 +279,6 @@ class InFile(Storage):
         self.users.append(self)
 
     # As a storage of a shard.
-
-    @torch.no_grad()
-    def become_parameter(self, owner: Guarded, values: torch.Tensor, trains: bool) -> None:
-        """
-        ### Make a parameter without elements, for an optimizer that asks what there is to train
-        """
-        self.param = FreedParameter.of_shard(
-            owner, torch.empty(len(values), dtype=values.dtype), trains, "it rests in a file: look "
-            "at it in `full_params()`, and step it with `Zero3Optimizer`")
 
     @property
     def rest_bytes(self) -> int:

@@ -48,6 +48,7 @@ from torch import nn
 
 from zero3.comm.encodings import Encoding, is_encoding
 from zero3.flat import CURE, Storage, StorageFactory
+from zero3.guards.freed import FreedParameter
 from zero3.guards.moments import Guarded
 from zero3.guards.options import expect, whole
 from zero3.guards.room import check_room, check_step
@@ -159,7 +160,10 @@ class Offload(StorageFactory):
             # One buffer is read into while another is copied from. A layer may have several shards.
             buffers = self.buffers_for("params", owner, max(2, len(owner.flats) + 1))
             storage = InFile(buffers, owner, {"shard": values})
-            storage.become_parameter(owner, values, trains)
+            # Without elements, for an optimizer that asks what there is to train.
+            storage.param = FreedParameter.of_shard(
+                owner, torch.empty(len(values), dtype=values.dtype), trains, "it rests in a file: "
+                "look at it in `full_params()`, and step it with `Zero3Optimizer`")
             storage.replace(values)
             return storage
         if tier == "cpu" and owner.device.type != "cpu":
