@@ -123,13 +123,12 @@ class InFlight:
         would take the memory a second time.
         """
         storage = tensor.untyped_storage()
-        if storage.nbytes() == nbytes:
-            return
-        user = self.user_of(tensor)
-        if user is None:
-            storage.resize_(nbytes)
-            return
-        assert self.is_lost(user), f"{user} is in flight, and its memory is about to be resized"
+        if storage.nbytes() != nbytes:
+            user = self.user_of(tensor)
+            assert user is None or self.is_lost(user), (
+                f"{user} is in flight, and its memory is about to be resized")
+            if user is None:
+                storage.resize_(nbytes)
 
 
 def _storage_of(tensor: torch.Tensor) -> int:

@@ -171,11 +171,10 @@ def connect(model: nn.Module) -> None:
     stages = first.comm.stages.gather(first.comm.ranks)
     owner.comm.ranks = tuple(rank for stage in stages for rank in stage)
     line.model = owner
-    if line.group.rank == 0:
-        return
-    for layer in layers:
-        for flat in layer.flats:
-            flat.counted = _counted(layer, flat)
+    if line.group.rank > 0:
+        for layer in layers:
+            for flat in layer.flats:
+                flat.counted = _counted(layer, flat)
 
 
 def _counted(layer: Guarded, flat: FlatParameter) -> list[slice]:
@@ -186,10 +185,6 @@ def _counted(layer: Guarded, flat: FlatParameter) -> list[slice]:
     """
     numel = len(flat.shard)
     first = layer.comm.rank * numel
-    found = []
-    for slot in flat.slots:
-        begin = max(slot.offset - first, 0)
-        end = min(slot.end - first, numel)
-        if begin < end and part_of(layer.module, slot.names[0]) is not None:
-            found.append(slice(begin, end))
-    return found
+    ranges = [slice(max(slot.offset - first, 0), min(slot.end - first, numel))
+              for slot in flat.slots if part_of(layer.module, slot.names[0]) is not None]
+    return [each for each in ranges if each.start < each.stop]

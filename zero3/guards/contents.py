@@ -80,8 +80,7 @@ class Contents:
                          "`distribute_module` do")
         if self.depth == 0 and self.known.has_changed():
             self._hide_again()
-            owners = [owner for _, owner in self._look()]
-            self.known = Known([self.layer, *owners])
+            self.known = Known([layer, *(owner for _, owner in self._look())])
 
     def _hide_again(self) -> None:
         """
@@ -180,11 +179,9 @@ class Known:
         """
         ### Whether they have other modules now, or a parameter of their own
         """
-        for parameters, modules, before in self.before:
-            # Modules are equal only if they are the same object.
-            if parameters or [*modules.values()] != before:
-                return True
-        return False
+        # Modules are equal only if they are the same object.
+        return any(parameters or [*modules.values()] != before
+                   for parameters, modules, before in self.before)
 
 
 def check_chain(modules: Iterable[Layer]) -> list[Layer]:
@@ -200,9 +197,8 @@ def check_chain(modules: Iterable[Layer]) -> list[Layer]:
     expect(len(layers) > 0, "Zero3Sequential", "at least one layer", "none",
            "look at the code that should have made the layers")
     for i, layer in enumerate(layers):
-        if not isinstance(layer, Guarded):
-            raise TypeError(f"Zero3Sequential, element {i}. Expected: a Zero3Layer. Got: "
-                            f"{type(layer)}. What to do: wrap it, with parameters or without.")
+        expect(isinstance(layer, Guarded), f"Zero3Sequential, element {i}", "a Zero3Layer",
+               type(layer), "wrap it, with parameters or without", TypeError)
     check_groups(layers)
     return layers
 

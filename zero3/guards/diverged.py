@@ -60,16 +60,11 @@ def told(comm: Sharers, row: list[int]) -> str:
     """
     idx, number, nbytes, mark = row
     action = ACTIONS[number]
+    name = comm.labels.get(idx, f"layer {idx}")
     if mark >> 32 not in (comm.met, 0):
         name = f"layer {idx} of another model"
-    elif idx in comm.labels:
-        name = comm.labels[idx]
-    elif idx != ALONE:
-        name = f"layer {idx}"
-    elif action in ("norm", "pieces"):
-        name = "the gradients"
-    else:
-        name = "a layer in no chain"
+    elif idx == ALONE:
+        name = "the gradients" if action in ("norm", "pieces") else "a layer in no chain"
     if action == "save or load":
         return f"a {action} of a checkpoint"
     if action == "fault":

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from zero3.guards.moments import Guarded, is_sharded, own_modules
+from zero3.guards.options import expect
 
 # Properties and methods that read no element.
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
@@ -47,15 +48,14 @@ _OF_SHARDS = {vars(torch._C.TensorBase)["grad"].__get__,
               vars(torch._C.TensorBase)["requires_grad"].__set__, torch.Tensor.requires_grad_}
 
 
-def check_module(owner: Guarded, module: object) -> None:
+def check_module(owner: Guarded, module: nn.Module) -> None:
     """
     ## Refuse what cannot be sharded
 
     Raises `TypeError` if it is no module, and `RuntimeError` if some of it is sharded already.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"Zero3Layer. Expected: a module. Got: {module!r}. What to do: pass the "
-                        "layer itself, and not its class.")
+    expect(isinstance(module, nn.Module), "Zero3Layer", "a module", repr(module),
+           "pass the layer itself, and not its class", TypeError)
     owner.expect(not is_sharded(module), "is given", "a plain module", module, owner.cure)
     for prefix, child in own_modules(module):
         for name, value in (*vars(child).items(), *child._parameters.items()):

@@ -186,7 +186,7 @@ class Guards(Protocol):
     ## Guards: one function for each moment
     """
 
-    def check_module(self, owner: Guarded, module: object) -> None:
+    def check_module(self, owner: Guarded, module: nn.Module) -> None:
         """
         ### A layer gets a module
         """

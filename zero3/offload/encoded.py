@@ -83,12 +83,7 @@ class Encoded(Storage):
         self.param = FrozenShard.of_shard(
             owner, torch.empty(self.numel, dtype=self.dtype, device=at), False,
             "it rests encoded: look at it in `full_params()`")
-        self._refuse_infinite(owner)
-
-    def _refuse_infinite(self, owner: Guarded) -> None:
-        """
-        #### Refuse weights that an encoding cannot keep
-        """
+        # Refuse weights that the encoding cannot keep.
         problem = "" if bool(self.load().isfinite().all()) else "an infinity or a NaN"
         self.release()
         owner.comm.agree(owner, "cannot keep its frozen weights encoded", "finite numbers",
