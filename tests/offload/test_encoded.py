@@ -508,7 +508,7 @@ def infinite(value):
 def test_an_infinite_frozen_weight_is_an_error_on_all_ranks(value):
     """
     A mask of minus infinities would make NaNs of the weights beside it, in every forward.
-    Proves `Encoded._refuse_infinite`.
+    Proves `Encoded.__init__`.
     """
     for told in run(infinite, 2, value):
         assert "cannot keep its frozen weights encoded" in told and "rank 1" in told
@@ -519,7 +519,7 @@ def test_the_largest_half_stays_finite():
     """
     65504 is the largest fp16 number, and its scale would be rounded up: an infinity. The next lower
     scale is 512.
-    Proves `Int8.encode`, `Encoded._refuse_infinite`.
+    Proves `Int8.encode`, `Encoded.__init__`.
     """
     module = freeze(nn.Linear(3, 3, bias=False).half())
     module.weight.data[0, 0] = -65504

@@ -425,7 +425,7 @@ class LinkedCommunicator(Communicator):
 
         Returns what arrives from the others, for `_add_in`.
         """
-        rows = sums.view(-1, len(total))  # (M, n): one for each node, or one for all replicas
+        rows = sums.view(self.across.size, -1)  # one for each node, or one for all replicas
         if self.links.gradients:
             coded = self.links.gradients.encode(rows)
             received = coded.expand(group.size, -1).clone()
