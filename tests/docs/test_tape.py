@@ -328,7 +328,7 @@ def test_each_layer_s_activations_go_through_their_states(leaving):
     """
     Here, leaving, away, coming, here. Block 4 and the head are in memory from forward to backward.
     Breaks if a state of the page is another one than that of the memory.
-    Proves `Visit.leave`, `Visit.rest`, `SavedStorage.rest`, `SavedStorage.come`.
+    Proves `Visit.leave`, `Visit.rest`, `Copy.rest`, `Copy.come`.
     """
     whole = ["here", "leaving", "away", "coming", "here"]
     for rank in leaving["ranks"]:

@@ -393,7 +393,7 @@ def test_at_most_the_last_calls_are_in_memory(keep, tmp_path, monkeypatch):
     Counted over all storages that autograd saves: forward holds exactly what the formula says, and
     backward as much, with the room in which a read finds the beginning of a block. Otherwise all of
     it would be in memory. Breaks if anything refers to what has left.
-    Proves `saved.activations`, `SavedStorage.rest`, `Order.begin`, `Shelves.move`.
+    Proves `saved.activations`, `Copy.rest`, `Order.begin`, `Shelves.move`.
     """
     model = chain(to_files(tmp_path, keep=keep), layers=7)
     expected = activations([2 * ONE] * 7, keep).memory_bytes
@@ -418,7 +418,7 @@ def test_under_a_hard_limit_only_activations_in_files_train(tmp_path):
     there. Each of 16 blocks saves 4 MiB. So a step takes more than 1.7 times the limit without
     files, and less than half of it with them. Freed memory goes back to the system at once, and the
     page cache does not count.
-    Proves I1, `Activations`, `SavedStorage.rest`, `Shelves`.
+    Proves I1, `Activations`, `Copy.rest`, `Shelves`.
     """
     ((free, _, free_bytes),) = run(long_sequences, 1, None, None, fresh=True)
     assert free_bytes > 1.7 * STEP_BYTES
@@ -443,7 +443,7 @@ def test_the_system_counts_the_bytes_of_the_formula_on_the_disk(rows, blocks, tm
     Five layers save two activations each, of `rows` times 256 bytes, in whole blocks of 4,096. Four
     leave and three come back. The system counts the same blocks, and the ledger their bytes. The
     first step makes the files. Breaks if anything is written twice, or through the page cache.
-    Proves `saved.activations`, `Visit.leave`, `Shelves.move`, `SavedStorage.come`.
+    Proves `saved.activations`, `Visit.leave`, `Shelves.move`, `Copy.come`.
     """
     if None in measure(tmp_path, 8 << 20, True, 1 << 20, 2):
         pytest.skip("the tests' folder is not on a disk, or only through the page cache")
@@ -775,7 +775,7 @@ def test_memory_that_somebody_frees_and_fills_again_stays(tmp_path):
 def test_a_kept_graph_goes_backward_as_often_as_it_is_asked(tmp_path):
     """
     The second pass reads the files again, also the layer that did not have to be read before.
-    Proves `Visit.rest`, `SavedStorage.rest`, `SavedStorage.come`, `SavedStorage.here`.
+    Proves `Visit.rest`, `Copy.rest`, `Copy.come`, `Copy.here`.
     """
     found = []
     for where in (None, to_files(tmp_path)):
@@ -1119,7 +1119,7 @@ def faulty(folder, fault):
 def test_a_faulty_disk_of_one_rank_is_an_error_on_both(fault, told, tmp_path):
     """
     A short read is not taken for whole, and the other rank does not wait for ever.
-    Proves `SavedStorage.here`, `Buffers.wait`, `Visit.leave`, `Communicator.fail`.
+    Proves `Copy.here`, `Buffers.wait`, `Visit.leave`, `Communicator.fail`.
     """
     zeros, ones = run(faulty, 2, str(tmp_path), fault)
     assert told in ones and str(tmp_path) in ones
@@ -1187,8 +1187,8 @@ def test_on_an_accelerator_copies_are_ordered_and_nothing_waits_on_the_host(keep
     To pinned memory and back, beside the compute stream. Nothing reads an activation before it is
     back, and nobody gets the memory of one before it has been copied. Breaks without any of the
     waits in the table of `copies.py`.
-    Proves `SavedStorage`, `SavedStorage.leave`, `SavedStorage.rest`, `SavedStorage.come`,
-    `SavedStorage.here`, I9.
+    Proves `Copy`, `Copy.leave`, `Copy.rest`, `Copy.come`,
+    `Copy.here`, I9.
     """
     plain, _, device = on_a_device(None, keep_graph)
     waits = Counter(device.waits)
@@ -1209,7 +1209,7 @@ def test_on_an_accelerator_copies_are_ordered_and_nothing_waits_on_the_host(keep
 def test_from_an_accelerator_to_files(keep_graph, tmp_path):
     """
     Through pinned memory, both ways, in the order that the table of `copies.py` says.
-    Proves `Shelf.move`, `Shelves.move`, `SavedStorage.here`.
+    Proves `Shelf.move`, `Shelves.move`, `Copy.here`.
     """
     plain, _, _ = on_a_device(None, keep_graph)
     found, tape, device = on_a_device(to_files(tmp_path), keep_graph, fails=True)
@@ -1222,7 +1222,7 @@ def test_from_an_accelerator_to_files(keep_graph, tmp_path):
 def test_each_wait_that_is_left_out_is_found(name, monkeypatch):
     """
     The test above would see it.
-    Proves `SavedStorage.rest`, `SavedStorage.here`.
+    Proves `Copy.rest`, `Copy.here`.
     """
     real = getattr(SavedStorage, name)
 
@@ -1236,7 +1236,7 @@ def test_each_wait_that_is_left_out_is_found(name, monkeypatch):
 
 
 def without_threads(copy, event):
-    """`SavedStorage._end`, but it waits for no thread"""
+    """`Copy._end`, but it waits for no thread"""
     copy.moving = []
     if copy.event is not None:
         copy.comm.current_stream().wait_event(copy.event)
@@ -1265,7 +1265,7 @@ def test_each_wait_on_the_way_to_files_that_is_left_out_is_found(where, left_out
     In this order: a thread writes to the file what has not been copied, reads what has not been
     written, copies to the device what has not been read, and into memory that somebody still uses;
     and a file gets the activations of the next call, while it is read for one that was dropped.
-    Proves `SavedStorage.rest`, `SavedStorage.here`, `Shelves.move`, `Shelves.take`.
+    Proves `Copy.rest`, `Copy.here`, `Shelves.move`, `Shelves.take`.
     """
     real = getattr(*where)
 

@@ -1,8 +1,8 @@
 r"""
 # Copies of activations
 
-`SavedStorage` is a storage that autograd has saved, and its copy in CPU memory or in a file.
-`Shelf` is a file with the copies of one call.
+`Copy` is memory of a device that leaves for CPU memory or a file, and comes back. `SavedStorage` is
+one that autograd has saved, and `Shelf` a file with the copies of one call.
 
 Each batch may have activations of other sizes. So a call takes a file from those that earlier calls
 have given back, and makes one only if all of them are too small. Two calls of 8,192 and 5,000 bytes
@@ -143,19 +143,17 @@ class Shelf:
         return blocks
 
 
-class SavedStorage:
+class Copy:
     """
-    ## A storage that autograd has saved, once for all of its views, and its copy
+    ## Memory that leaves, and its copy in a file or in pinned CPU memory
 
     | | `memory` | the copy |
     |---|---|---|
-    | saved | the storage | |
-    | `leave` | the storage | begins |
-    | `rest` | | complete, in a file or in pinned CPU memory |
-    | `come` | | is read into `near`, and stays |
-    | `here` | what was `near` | stays, because a kept graph may come again |
-
-    Its handles refer to it. With the last one it goes, its memory and its copy.
+    | | is there | |
+    | `leave` | is there | begins |
+    | `rest` | | complete |
+    | `come` | | is read into `near` |
+    | `here` | is there: what was `near` | stays, because a kept graph may come again |
     """
 
     has_copy = False
@@ -164,36 +162,23 @@ class SavedStorage:
     # The memory that it comes back to, while it does.
     near: torch.Tensor | None = None
 
-    def __init__(self, tensor: torch.Tensor):
-        self.device = tensor.device
-        whole_storage = torch.empty(0, dtype=torch.uint8, device=self.device)
+    def __init__(self, memory: torch.Tensor):
         # (bytes,) uint8, device; `None` while only the copy has the values
-        self.memory: torch.Tensor | None = whole_storage.set_(tensor.untyped_storage())
-        self.nbytes = self.memory.nbytes
+        self.memory: torch.Tensor | None = memory
+        self.device = memory.device
+        self.nbytes = memory.nbytes
         self.moving: Blocks = []
-        # Who needs it, in the order of forward.
-        self.visits: list[object] = []
 
     def __del__(self) -> None:
-        # The graph was dropped during a copy. Only the compute stream may use this memory again.
+        # It was dropped during a copy. Only the compute stream may use this memory again.
         if self.event is not None:
             self.comm.current_stream().wait_event(self.event)
 
-    @property
-    def can_leave(self) -> bool:
-        """
-        ### Whether it is here alone, in memory of the size that it was saved with
-
-        Somebody may free it by resizing and fill it again, as `compression/freeing.py` does.
-        """
-        return (not self.has_copy and self.memory is not None
-                and self.memory.untyped_storage().nbytes() == self.nbytes)
-
-    def leave(self, owner: Guarded, shelf: Shelf | None, at: int) -> None:
+    def leave(self, owner: Guarded, shelf: Shelf | None = None, at: int = 0) -> None:
         """
         ### Begin to copy
 
-        * `owner` is the layer that saved it
+        * `owner` is the layer that it belongs to
         * `shelf` has room for it, `at` so many bytes; without one, the copy stays in pinned memory
         """
         assert self.memory is not None
@@ -288,6 +273,30 @@ class SavedStorage:
         if self.event is not None:
             self.comm.current_stream().wait_event(self.event)
             self.event = None
+
+
+class SavedStorage(Copy):
+    """
+    ## A storage that autograd has saved, once for all of its views
+
+    Its handles refer to it. With the last one it goes, its memory and its copy.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        whole_storage = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        super().__init__(whole_storage.set_(tensor.untyped_storage()))
+        # Who needs it, in the order of forward.
+        self.visits: list[object] = []
+
+    @property
+    def can_leave(self) -> bool:
+        """
+        ### Whether it is here alone, in memory of the size that it was saved with
+
+        Somebody may free it by resizing and fill it again, as `compression/freeing.py` does.
+        """
+        return (not self.has_copy and self.memory is not None
+                and self.memory.untyped_storage().nbytes() == self.nbytes)
 
 
 def _pinned(nbytes: int) -> torch.Tensor:
