@@ -345,9 +345,9 @@ def test_after_an_exception_nothing_is_left_and_the_next_step_is_good(when, worl
     """
     I2 after an exception in the middle of a pass, in a chain and in a layer that stands alone; the
     gradients of the next step are those of an undisturbed one. Breaks without
-    `_EndOfBackward.__del__`, or the `except` in `forward`.
+    `weakref.finalize`, or the `except` in `forward`.
     Proves I2, `at_end_of_backward`, `Zero3Layer.forward`, `Sharded.drop_full_grads`,
-    `Reducer.drop`, `_EndOfBackward`, `Watch.reset`, `FlatParameter.drop_full_grad`.
+    `Reducer.drop`, `Watch.reset`, `FlatParameter.drop_full_grad`.
     """
     assert all(run(fail, world_size, when))
 

@@ -134,8 +134,7 @@ def test_ranks_that_diverge_over_collectives_get_an_error_and_not_noise():
     I6, where the host cannot look at what the others announced: an assertion on the device compares
     it, which on the CPU raises at once. Layers of one size would else be exchanged for each other.
     A rank that raises has the others raise, who would wait for it.
-    Proves I6, `Communicator._announced`, `diverged`, `_assert_same`,
-    `Communicator.fail`.
+    Proves I6, `Communicator._announced`, `diverged`, `Communicator.fail`.
     """
     for rank, (layers, fault) in enumerate(run(diverge, 2)):
         assert f"rank {rank}: layer {rank} (Linear): the ranks diverged" in layers

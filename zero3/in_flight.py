@@ -96,11 +96,8 @@ class InFlight:
         """
         ### It has failed: it keeps its memory, and its messages, until the process ends
         """
-        if user in self.users and not self.is_lost(user):
+        if user in self.users and user not in self.lost:
             self.lost.append(user)
-
-    def is_lost(self, user: object) -> bool:
-        return any(user is other for other in self.lost)
 
     def user_of(self, tensor: torch.Tensor) -> object:
         """
@@ -125,7 +122,7 @@ class InFlight:
         storage = tensor.untyped_storage()
         if storage.nbytes() != nbytes:
             user = self.user_of(tensor)
-            assert user is None or self.is_lost(user), (
+            assert user is None or user in self.lost, (
                 f"{user} is in flight, and its memory is about to be resized")
             if user is None:
                 storage.resize_(nbytes)

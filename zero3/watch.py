@@ -158,35 +158,20 @@ class Watch:
         self.inputs_left = 0
 
 
-class _EndOfBackward:
-    """
-    ## What the autograd engine calls at the end of a backward pass
-
-    If backward raises an exception, the engine drops this object without calling it, and `__del__`
-    reports the failure.
-    """
-
-    def __init__(self, settle: Callable[[bool], None]):
-        self.settle: Callable[[bool], None] | None = settle
-
-    def __call__(self) -> None:
-        settle = self.settle
-        self.settle = None
-        if settle is not None:
-            settle(False)
-
-    def __del__(self) -> None:
-        if self.settle is not None:
-            self.settle(True)
-
-
 def at_end_of_backward(settle: Callable[[bool], None]) -> None:
     """
     ## Have a function called at the end of the backward pass that is running
 
     * `settle(raised)` gets whether the pass ended with an exception
     """
-    torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(settle))
+    def end() -> None:
+        raised.detach()
+        settle(False)
+
+    # If backward raises an exception, the engine drops `end` without calling it.
+    raised = weakref.finalize(end, settle, True)
+    raised.atexit = False
+    torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
 def in_backward() -> bool:

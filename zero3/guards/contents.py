@@ -137,12 +137,11 @@ class Contents:
 
     def __exit__(self, *exception: object) -> None:
         self.depth -= 1
-        if self.depth > 0:
-            return
-        for owner, params in self.hidden:
-            # New parameters stay, and `check` finds them.
-            for name in params:
-                owner._parameters.pop(name, None)
+        if self.depth == 0:
+            for owner, params in self.hidden:
+                # New parameters stay, and `check` finds them.
+                for name in params:
+                    owner._parameters.pop(name, None)
 
     def _refuse_state_dicts(self, owners: list[nn.Module]) -> list[RemovableHandle]:
         """

@@ -41,7 +41,13 @@ def diverged(transfer: Announced,
     """
     comm = transfer.comm
     if not (comm.by_messages or transfer.options):
-        return _assert_same(transfer, order, rank)
+        problem = (f"{transfer.where}: the ranks diverged. Expected: a {transfer.action} of this "
+                   "layer on all ranks, as here. Got: another transfer on another rank. What to "
+                   "do: look for an error on another rank; without one, call the same layers in "
+                   "the same order on all ranks: the same program on the CPU names both sides. "
+                   "Start again.")
+        torch._assert_async((order == order[rank]).all(), problem)
+        return ""
     rows = order.tolist()
     mine = rows[rank]
     for other, row in zip(ranks, rows, strict=True):
@@ -90,23 +96,3 @@ def _cure(options: str,
                 "mean loss over all ranks")
     return (f"look for an error on rank {other}; without one, call the same layers in the same "
             "order on all ranks")
-
-
-def _assert_same(transfer: Announced, order: torch.Tensor, rank: int) -> str:
-    """
-    #### Have the device compare the announcements
-
-    Returns the problem if the assertion has failed already, as it does on the CPU.
-    """
-    problem = (f"{transfer.where}: the ranks diverged. Expected: a {transfer.action} of this layer "
-               "on all ranks, as here. Got: another transfer on another rank. What to do: look "
-               "for an error on another rank; without one, call the same layers in the same "
-               "order on all ranks: the same program on the CPU names both sides. Start again.")
-    try:
-        torch._assert_async((order == order[rank]).all(), problem)
-    except RuntimeError as error:
-        if problem not in str(error):
-            # An earlier failure on the device, reported by the first call after it.
-            raise
-        return problem
-    return ""
