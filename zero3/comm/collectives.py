@@ -254,8 +254,10 @@ class Communicator(Peers):
             return mine[None]
         return self._numbers(self.stages, sender, mine, options)
 
-    def _numbers(self, group: Group, sender: Sender, mine: torch.Tensor, options: str
-                 ) -> torch.Tensor:
+    def _numbers(self, group: Group,
+                 sender: Sender,
+                 mine: torch.Tensor,
+                 options: str) -> torch.Tensor:
         """
         #### All-gather a few numbers in one group: `(n,)` to `(size, n)`
         """
@@ -275,8 +277,12 @@ class Communicator(Peers):
         """
         self.send(transfer, group, rows, rows[group.rank], all_gather_single)
 
-    def send(self, transfer: Transfer, group: Group, receive: torch.Tensor, send: torch.Tensor,
-             collective: Callable, tag: int | None = None) -> None:
+    def send(self, transfer: Transfer,
+             group: Group,
+             receive: torch.Tensor,
+             send: torch.Tensor,
+             collective: Callable,
+             tag: int | None = None) -> None:
         """
         ### Start to send a row to each other rank of a group, and to receive one from each
 
@@ -342,8 +348,11 @@ class Communicator(Peers):
 
     # ------------------------------------------------------------------- the same on all ranks
 
-    def begin(self, groups: list[Group], senders: Sequence[Sender], action: str,
-              pairs: Pairs, options: str = "") -> Transfer:
+    def begin(self, groups: list[Group],
+              senders: Sequence[Sender],
+              action: str,
+              pairs: Pairs,
+              options: str = "") -> Transfer:
         """
         ### Announce what this rank is about to send
 
@@ -441,8 +450,10 @@ class Communicator(Peers):
 
     # -------------------------------------------------------------------- while a model is wrapped
 
-    def open(self, sender: Sender, params: dict[nn.Parameter, tuple[str, ...]],
-             device: torch.device | str | None, dtype: torch.dtype | None) -> torch.device:
+    def open(self, sender: Sender,
+             params: dict[nn.Parameter, tuple[str, ...]],
+             device: torch.device | str | None,
+             dtype: torch.dtype | None) -> torch.device:
         """
         ### Check the parameters of a layer, and compare them between ranks
 

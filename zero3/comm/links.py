@@ -352,7 +352,9 @@ class LinkedCommunicator(Communicator):
                 self._all_to_all(transfer, self.group, received, parts)
         return transfer
 
-    def _all_to_all(self, transfer: Transfer, group: Group, received: torch.Tensor,
+    def _all_to_all(self, transfer: Transfer,
+                    group: Group,
+                    received: torch.Tensor,
                     parts: torch.Tensor) -> None:
         """
         #### Start to send each rank of a group its part, and to receive those for this rank
@@ -369,7 +371,8 @@ class LinkedCommunicator(Communicator):
         mine = self._slice(self.rows(grad))
         return self._sum_decoded(self.group, mine, received).to(grad.dtype).view(-1)
 
-    def _sum_decoded(self, group: Group, mine: torch.Tensor,
+    def _sum_decoded(self, group: Group,
+                     mine: torch.Tensor,
                      received: torch.Tensor) -> torch.Tensor:
         """
         #### The sum over a group, in fp32: this rank's `(rows, n)`, and the encoded ones of others
@@ -416,7 +419,9 @@ class LinkedCommunicator(Communicator):
             return sums
         return sums.view(self.across.size, -1)[self.across.rank].clone()
 
-    def _send_sums(self, transfer: Transfer, group: Group, sums: torch.Tensor,
+    def _send_sums(self, transfer: Transfer,
+                   group: Group,
+                   sums: torch.Tensor,
                    total: torch.Tensor) -> torch.Tensor:
         """
         #### Start to add sums over the nodes (reduce-scatter), or over the replicas (all-reduce)

@@ -58,8 +58,11 @@ class Shelves(Buffers):
     ## The files of activations, and the threads that write and read them
     """
 
-    def __init__(self, folder: str | os.PathLike | None, direct: bool, queue_depth: int,
-                 block_bytes: int, owner: Guarded):
+    def __init__(self, folder: str | os.PathLike | None,
+                 direct: bool,
+                 queue_depth: int,
+                 block_bytes: int,
+                 owner: Guarded):
         """
         ### Start the threads, and give each a block to write from
         """
@@ -90,7 +93,10 @@ class Shelves(Buffers):
             self.idle.remove(max(self.idle, key=lambda file: file.nbytes))
         return self.make_file(nbytes)
 
-    def move(self, file: File, write: bool, box: list[torch.Tensor], at: int,
+    def move(self, file: File,
+             write: bool,
+             box: list[torch.Tensor],
+             at: int,
              after: torch.Event | None) -> None:
         """
         ### Read a block of a copy, or write it from a block of this thread's own
@@ -130,8 +136,10 @@ class Shelf:
         if hasattr(self, "file"):
             self.shelves.idle.append(self.file)
 
-    def move(self, write: bool, memory: torch.Tensor, at: int, after: torch.Event | None = None
-             ) -> Blocks:
+    def move(self, write: bool,
+             memory: torch.Tensor,
+             at: int,
+             after: torch.Event | None = None) -> Blocks:
         """
         ### Hand the blocks of a copy to the threads
 

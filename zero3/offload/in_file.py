@@ -102,7 +102,10 @@ class Buffers:
         self.files.add(made)
         return made
 
-    def start(self, file: File, write: bool, memory: torch.Tensor, at: int,
+    def start(self, file: File,
+              write: bool,
+              memory: torch.Tensor,
+              at: int,
               after: torch.Event | None = None) -> Blocks:
         """
         ### Hand memory to the threads, block by block
@@ -114,7 +117,10 @@ class Buffers:
                                     after)
                 for i, block in enumerate(memory.split(self.block_bytes))]
 
-    def move(self, file: File, write: bool, box: list[torch.Tensor], at: int,
+    def move(self, file: File,
+             write: bool,
+             box: list[torch.Tensor],
+             at: int,
              after: torch.Event | None) -> None:
         """
         ### Read or write a block, in a thread

@@ -191,7 +191,9 @@ class Offload(StorageFactory):
         """
         return "cpu" if self.tier == "nvme" and nbytes == 0 else self.tier
 
-    def buffers_for(self, purpose: str, owner: Guarded, number: int,
+    def buffers_for(self, purpose: str,
+                    owner: Guarded,
+                    number: int,
                     kind: type[Buffers] = Buffers) -> Buffers:
         """
         ### The buffers for one purpose, at least `number` of them, made when they are needed first
