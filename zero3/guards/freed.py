@@ -54,7 +54,7 @@ def check_module(owner: Guarded, module: nn.Module) -> None:
 
     Raises `TypeError` if it is no module, and `RuntimeError` if some of it is sharded already.
     """
-    expect(isinstance(module, nn.Module), "Zero3Layer", "a module", repr(module),
+    expect(isinstance(module, nn.Module), "Zero3Layer", "a module", module,
            "pass the layer itself, and not its class", TypeError)
     owner.expect(not is_sharded(module), "is given", "a plain module", module, owner.cure)
     for prefix, child in own_modules(module):
