@@ -367,7 +367,8 @@ class Watched(TorchDispatchMode):
 
         def unpacked(handle):
             tensor = back(handle)
-            self.watch(tensor)
+            if handle.stored is not None:
+                self.watch(tensor)
             return tensor
         monkeypatch.setattr(Forward, "pack", packed)
         monkeypatch.setattr(Handle, "unpack", unpacked)
