@@ -33,9 +33,8 @@ class LayerGuard(Contents):
         """
         self.check()
         layer = self.layer
-        if not (torch.is_autocast_enabled(layer.device.type) and torch.is_grad_enabled()):
-            return
-        if any(flat.full.dtype == torch.float32 for flat in layer.flats):
+        copies = torch.is_autocast_enabled(layer.device.type) and torch.is_grad_enabled()
+        if copies and any(flat.full.dtype == torch.float32 for flat in layer.flats):
             # The same words for each layer, because Python shows a warning once.
             warnings.warn(
                 f"rank {layer.comm.global_rank}: layers of fp32 run under autocast, which keeps a "
