@@ -384,8 +384,9 @@ class Communicator(Peers):
             self.send(transfer, group, order, mine, all_gather_single, _ORDER_TAG)
             transfer.orders.append((group, order))
             transfer.order_bytes += _ORDER_BYTES * (group.size - 1)
-        # The announcements are waited for first.
+        # The stream that compares the announcements waits for them, and not the one that goes on.
         transfer.announced = len(transfer.works)
+        transfer.landed = transfer.announced
         return transfer
 
     def _announced(self, row: tuple[int, ...], options: str) -> torch.Tensor:
@@ -559,7 +560,7 @@ class Transfer:
     orders: list[tuple[Group, torch.Tensor]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
     announced: int = 0  # how many of the works, the first ones, are announcements
-    landed: int = 0  # how many have been waited for
+    landed: int = 0  # how many need no wait any more before the next step
     sent_bytes: int = 0  # of parameters, gradients or norms, by this rank
     between_bytes: int = 0  # those to ranks on other nodes
     messages: int = 0
@@ -680,7 +681,7 @@ class Transfer:
         #### Wait, and return the problem if there is one
         """
         try:
-            self._wait_for_works(self.announced)
+            self._wait_for(self.works[: self.announced])
             # Compare before waiting for the data. If the ranks diverged, it may never come.
             for group, order in self.orders:
                 problem = guards.diverged(self, group.ranks, group.rank, order)
@@ -695,26 +696,24 @@ class Transfer:
         """
         ### Wait for everything that has started, and then for each later step
         """
-        self._wait_for_works()
-        while self.later:
+        self._wait_for(self.works[self.landed :])
+        self.landed = len(self.works)
+        if self.later:
             self.later.pop(0)()
-            self._wait_for_works()
+            self.go_on()
         self.comm.unfinished.pop(self, None)
 
-    def _wait_for_works(self, until: int | None = None) -> None:
+    def _wait_for(self, works: list[Any]) -> None:
         """
         #### Wait for messages no longer than the group says, and have a stream wait for collectives
 
-        * `until` is how many works to wait for in all; left out, all that have started
-
         Without a limit a message of gloo's waits as long as its process group, half an hour.
         """
-        for work in self.works[self.landed : until]:
+        for work in works:
             if self.comm.by_messages:
                 work.wait(self.comm.group.timeout)
             else:
                 work.wait()
-            self.landed += 1
 
     @property
     def where(self) -> str:
