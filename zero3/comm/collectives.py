@@ -384,7 +384,7 @@ class Communicator(Peers):
             self.send(transfer, group, order, mine, all_gather_single, _ORDER_TAG)
             transfer.orders.append((group, order))
             transfer.order_bytes += _ORDER_BYTES * (group.size - 1)
-        # The stream that compares the announcements waits for them, and not the one that goes on.
+        # The stream that compares the announcements waits for them first.
         transfer.announced = len(transfer.works)
         transfer.landed = transfer.announced
         return transfer
@@ -560,7 +560,7 @@ class Transfer:
     orders: list[tuple[Group, torch.Tensor]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
     announced: int = 0  # how many of the works, the first ones, are announcements
-    landed: int = 0  # how many need no wait any more before the next step
+    landed: int = 0  # how many the next step need not wait for any more
     sent_bytes: int = 0  # of parameters, gradients or norms, by this rank
     between_bytes: int = 0  # those to ranks on other nodes
     messages: int = 0
