@@ -283,10 +283,10 @@ class LinkedCommunicator(Communicator):
         """
         #### Put this rank's shard into its row, encoded as for the other ranks
         """
-        # Only floats are encoded, to bytes.
-        if row.dtype != shard.dtype:
-            encoding: Any = self.links.weights
-            shard = encoding.encode(shard.to(row.device, non_blocking=True).view(1, -1)).view(-1)
+        # Floats are encoded, to bytes, unless they are to stay exact.
+        if self.links.weights and row.dtype != shard.dtype:
+            shard = shard.to(row.device, non_blocking=True)
+            shard = self.links.weights.encode(shard.view(1, -1)).view(-1)
         row.copy_(shard, non_blocking=True)
 
     def _forget(self, fulls: Iterable[torch.Tensor]) -> None:
@@ -320,13 +320,12 @@ class LinkedCommunicator(Communicator):
         """
         #### All rows are here: decode them, and keep this rank's slice if asked to
         """
-        encoding: Any = self.links.weights
         for (full, _), each in zip(transfer.pairs, rows, strict=True):
             if keeps:
                 self._kept[id(full)] = self._slice(each).clone()
-            if each.dtype != full.dtype:
+            if self.links.weights and each.dtype != full.dtype:
                 out = self.rows(full)
-                out.copy_(encoding.decode(each, out.shape[1]))
+                out.copy_(self.links.weights.decode(each, out.shape[1]))
 
     # -------------------------------------------------------------------------------------- reduce
 
