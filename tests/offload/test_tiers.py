@@ -460,7 +460,7 @@ def test_the_next_shard_is_read_before_this_layer_has_computed(world_size, tmp_p
     read(i+1) is issued before compute(i) ends, forward and backward. Breaks where a layer's read
     starts when the layer is called.
     Proves `Zero3Layer.fetch_params`, `InFile.read_async`, `Sharded.read_async`, `InFile._borrow`,
-    `InFile._start`.
+    `InFile._start`, `Buffers.start`, `Buffers.move`.
     """
     for events in run(tape_of_a_step, world_size, str(tmp_path)):
         for phase, pairs in (("forward", [(i, i + 1) for i in range(12)]),
