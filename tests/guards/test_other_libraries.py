@@ -431,7 +431,7 @@ def test_a_module_sees_its_parameters_while_it_computes():
 def test_a_model_of_hugging_face_knows_its_device_and_data_type():
     """
     Outside of forward, inside, and while it generates.
-    Proves `Contents.__enter__`, `Zero3Model.generate`, `Unit.read`.
+    Proves `Contents.__enter__`, `Zero3Model.generate`, `Unit._read`.
     """
     transformers = pytest.importorskip("transformers", reason="Hugging Face's library is not there")
     config = transformers.GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=2, n_head=2)

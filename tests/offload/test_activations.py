@@ -668,7 +668,7 @@ def test_the_ledger_of_a_compiled_model_counts_what_the_formula_says(backend, tm
     in forward, and in backward with the room in which a read finds the beginning of a block. The
     gradients are those of the graphs without files. Breaks if a tensor leaves with the layer that
     makes it, and not with the one that reads it last.
-    Proves `move_activations`, `_waits`, `_bring`, `CompiledUnit.put_away`.
+    Proves `move_activations`, `_wait_before`, `_bring`, `CompiledUnit.put_away`.
     """
     plain = compiled(None, backend)
     plain(batch()).square().mean().backward()

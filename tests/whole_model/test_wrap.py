@@ -798,7 +798,7 @@ def test_what_has_no_values_is_refused_on_all_ranks():
     """
     Rank 0 alone finds it out, and all raise: no `reset_parameters`, an `init` that leaves something
     out or raises, no checkpoint, and nothing to wrap.
-    Proves I6, `Source.fill`, `Source._draw`, `Source._read`, `_Wrapping._check`.
+    Proves I6, `Source.fill`, `Source._draw`, `Source._read`, `_Wrapping.units_of`.
     """
     for errors in run(refuse_to_make, 2):
         for error, what in zip(errors, (
@@ -1086,7 +1086,7 @@ def test_a_wrapped_model_is_asked_like_the_plain_one():
 def test_a_model_is_wrapped_once():
     """
     The second time it says so; after `destroy` it may be wrapped anew.
-    Proves `wrap`, `_Wrapping._check`, `Zero3Model.forward`, `Zero3Model.check`,
+    Proves `wrap`, `_Wrapping.units_of`, `Zero3Model.forward`, `Zero3Model.check`,
     `Zero3Model.destroy`.
     """
     model = Plain()

@@ -79,7 +79,7 @@ from zero3.guards.freed import FreedParameter
 from zero3.guards.options import MOST, expect, whole
 from zero3.offload.activations import Forward, LayerActivations, bring_back
 from zero3.optimizer.buckets import PlannedBucket
-from zero3.watch import Call, in_backward
+from zero3.watch import in_backward
 from zero3.whole_model.together import (
     LayerPlace,
     Together,
@@ -107,11 +107,10 @@ class CompiledUnit(Unit):
     Graphs call its operations. If the compiler cannot trace it, it is a `Unit` with hooks.
     """
 
+    reducer: PlannedBucket
     # Whether this pass runs it with hooks, and whether every pass has to.
     by_hooks = False
     untraceable = False
-    # Whether it was gathered for code outside of graphs, and stays full until backward ends.
-    on_demand = False
     # Whether a forward pass of the compiled model is running; for the root.
     running = False
     # Whether it is full, and its parameters are closed: graphs read views of the flat parameters.
@@ -160,13 +159,12 @@ class CompiledUnit(Unit):
         """
         self._prepare(recompute=False)
         self.by_hooks = False
-        self.on_demand = False
-        if self.is_fetched:
-            self.reshard()
+        self.users.discard(self.root)
+        self.reshard()
 
     # ------------------------------------------------------------------- operations of a graph
 
-    def gather(self, others: list[Any]) -> None:
+    def gather(self, *others: Unit) -> None:
         """
         ### Unshard (all-gather) this layer and others
         """
@@ -176,11 +174,8 @@ class CompiledUnit(Unit):
         """
         ### Wait for the all-gather, and return the parameters
         """
-        if self.is_fetched:
-            # Before it collects gradients again, finish those in flight.
-            self.reducer.finish(self)
-        else:
-            self.fetch_params()
+        # If the layer was kept, this finishes its gradients in flight, before it collects others.
+        self.fetch_params()
         gather = self._gather
         self._gather = None
         if gather is not None:
@@ -200,18 +195,17 @@ class CompiledUnit(Unit):
 
     def release(self) -> None:
         """
-        ### Reshard (free)
+        ### Reshard (free), unless code outside of graphs uses the parameters
         """
-        if self.on_demand:
-            return
-        if not self.in_graph:
+        if self.in_graph:
+            # They are closed already.
+            self.in_graph = False
+            self.is_fetched = False
+            for flat in self.flats:
+                flat.free()
+            self.listener.record(self, "free", sum(flat.full.nbytes for flat in self.flats))
+        elif not self.users:
             self.reshard()
-            return
-        self.in_graph = False
-        self.is_fetched = False
-        for flat in self.flats:
-            flat.free()
-        self.listener.record(self, "free", sum(flat.full.nbytes for flat in self.flats))
 
     def collect(self, place: int, grad: torch.Tensor) -> None:
         """
@@ -246,14 +240,13 @@ class CompiledUnit(Unit):
             grad = grad if found is None else found
         return grad
 
-    def begin_reduce(self, others: list[Any]) -> None:
+    def begin_reduce(self, *others: Unit) -> None:
         """
         ### Reduce-scatter the gradients of this layer and others
         """
         for layer in (self, *others):
             layer.reduce()
-        bucket: Any = self.reducer
-        bucket.send()
+        self.reducer.send()
 
     def reduce(self) -> None:
         """
@@ -262,19 +255,15 @@ class CompiledUnit(Unit):
         if self.by_hooks:
             super().reduce()
             return
-        pairs = []
-        for flat in self.flats:
-            if flat.grad is not None:
-                flat.zero_missing()
-                # Gradients cannot arrive in the memory of parameters that stay full.
-                flat.receive_buffer = flat.full.new_empty(0) if self.is_fetched else flat.full
-                pairs.append((flat.grad, flat.receive_buffer))
+        self.choose_receive_buffers()
+        pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in self.flats
+                 if flat.grad is not None]
         if pairs:
             self.reducer.keeps(self, pairs)
 
-    def finish_reduce(self) -> None:
+    def finish_reduce(self, *_: Unit) -> None:
         """
-        ### Wait for the reduce-scatter
+        ### Wait for the reduce-scatter of this layer, and of those that share it
         """
         self.reducer.finish(self)
 
@@ -318,23 +307,17 @@ class CompiledUnit(Unit):
         """
         if self.order.stack or in_backward() or not self.root.running:
             return super().fetch_for_others()
-        self.on_demand = True
+        self.users.add(self.root)
         self.by_hooks = True
-        for unit in self.users_of_parameters():
-            # The root's hooks would run the whole model without graphs.
-            unit.untraceable = unit is not self.root
+        # This layer, or the layers that share this unit.
+        shares = isinstance(self.module, Together)
+        for unit in self.order.units:
+            if unit is self or (shares and self in unit.externals):
+                # The root's hooks would run the whole model without graphs.
+                unit.untraceable = unit is not self.root
         self.fetch_params()
         self._wait_params()
         return True
-
-    def users_of_parameters(self) -> list["CompiledUnit"]:
-        """
-        ### This layer; or the layers that share this unit, if there are several
-        """
-        if not isinstance(self.module, Together):
-            return [self]
-        units: Any = self.order.units
-        return [unit for unit in units if self in unit.externals]
 
     # ------------------------------------------------------------------------- end of backward
 
@@ -344,13 +327,6 @@ class CompiledUnit(Unit):
         """
         if self.by_hooks:
             super().leave()
-
-    def _release(self, call: Call | None = None) -> None:
-        """
-        #### Reshard, unless code outside of graphs may still need the layer
-        """
-        if not self.on_demand:
-            super()._release(call)
 
     def _settle_at_end_of_backward(self) -> None:
         """
@@ -370,7 +346,7 @@ class CompiledUnit(Unit):
                 self.reducer.drop(unit)
                 unit.drop_full_grads()
                 unit.reshard()
-        self.on_demand = False
+        self.users.discard(self.root)
         self.hooked.clear()
         super().settle(raised)
 
@@ -424,7 +400,7 @@ class CompiledModel(Zero3Model):
                           "the CPU, because optimizer states that leave the device would stay in "
                           "the same memory. What to do: nothing, or leave it out.", stacklevel=4)
         self.offload_states_bytes = 0 if on_cpu else offload_states_bytes
-        self.told: set[str] = set()
+        self.breaks: list[str] = []  # why graphs ended early, in Dynamo's words
         self.earlier_breaks = Counter(counters["graph_break"])
         self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
         # Dynamo calls it while it traces. Elsewhere it stands for code that is not traced.
@@ -557,8 +533,7 @@ class CompiledModel(Zero3Model):
             nodes += find(graphs.backward, gather, reduce)
         found = []
         for node in nodes:
-            layers = [self.engine.layers[name] for name in layers_of(node)]
-            flats = [flat for layer in layers for flat in layer.flats]
+            flats = [flat for name in layers_of(node) for flat in self.engine.layers[name].flats]
             if node.target is gather:
                 own_bytes = sum(flat.shard.nbytes for flat in flats)
             else:
@@ -571,24 +546,14 @@ class CompiledModel(Zero3Model):
         """
         #### Say once why a part of the model is not in a graph, or where a graph ended early
         """
-        for reason in self._reasons():
-            if reason not in self.told:
-                self.told.add(reason)
-                warnings.warn(f"rank {self.comm.global_rank}: the compiled model has several "
-                              f"graphs, or runs layers with hooks. {reason} What to do: nothing, "
-                              "or trace less; `report()` lists the graphs.", stacklevel=3)
-
-    def _reasons(self) -> list[str]:
-        """
-        #### Why Dynamo ended a graph, or left a function out, in its own words
-        """
-        found = []
         for text in counters["graph_break"] - self.earlier_breaks:
-            if not any(name in text for name in _OURS):
-                title, _, rest = text.partition("\n")
-                explanation = rest.partition("Explanation: ")[2].partition("\n")[0]
-                found.append(f"{title}: {explanation}")
-        return found
+            reason = text.partition("\n")[0]
+            if reason not in self.breaks and not any(name in text for name in _OURS):
+                self.breaks.append(reason)
+                warnings.warn(f"rank {self.comm.global_rank}: the compiled model has several "
+                              f"graphs, or runs layers with hooks: {reason}. What to do: nothing, "
+                              "or trace less; `report()` lists the graphs, and the environment "
+                              "variable TORCH_LOGS=graph_breaks says where they end.", stacklevel=3)
 
     def report(self) -> str:
         """
@@ -599,7 +564,7 @@ class CompiledModel(Zero3Model):
         for graphs in self.graphs:
             lines.append(graphs.line(self.numel))
         lines += [f"{unit.label} runs with hooks" for unit in self.units if unit.untraceable]
-        return "\n".join([*lines, *self._reasons()])
+        return "\n".join([*lines, *self.breaks])
 
 
 def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Eager]:

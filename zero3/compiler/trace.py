@@ -51,6 +51,8 @@ from zero3.compiler.graph import (
     find,
     full_numel,
     gather,
+    insert_after,
+    insert_before,
     is_view,
     layers_of,
     offload,
@@ -265,36 +267,26 @@ def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[P
 
     * `places` are the places of the forward graph's inputs, `None` for inputs of other kinds
     """
-    originals = {node: place for node, place in zip(inputs_of(forward), places, strict=False)
-                 if place}
-    views = dict.fromkeys(originals)
-    for node in forward.nodes:
-        if is_view(node) and node.args[0] in views:
-            views[node] = None
-    by_name = {node.name: node for node in views}
-    copies: dict[fx.Node, fx.Node] = {}
     start = inputs_of(backward)[-1].next
-
-    def again(node: fx.Node) -> fx.Node:
-        if node in copies:
-            return copies[node]
-        if isinstance(node.meta["val"], torch.SymInt):
-            copies[node] = _saved_size(forward, backward, node)
-        elif node in originals:
+    # The parameters and all of their views, as backward makes them.
+    again: dict[fx.Node, fx.Node] = {}
+    for node, place in zip(inputs_of(forward), places, strict=False):
+        if place:
             with backward.inserting_before(start):
-                copies[node] = _parameter(backward, originals[node], node)
-        else:
-            for each in node.all_input_nodes:
-                again(each)
+                again[node] = _parameter(backward, place, node)
+    for node in forward.nodes:
+        if is_view(node) and node.args[0] in again:
             with backward.inserting_before(start):
-                copies[node] = backward.node_copy(node, lambda n: copies[n])
-        return copies[node]
-
-    saved = [node for node in inputs_of(backward) if node.name in by_name]
-    for node in saved:
-        node.replace_all_uses_with(again(by_name[node.name]))
-        backward.erase_node(node)
-    dropped = {by_name[node.name] for node in saved}
+                again[node] = backward.node_copy(
+                    node, lambda n: again[n] if n in again else _saved_size(forward, backward, n))
+    saved = {each.name: each for each in inputs_of(backward)}
+    dropped = {node for node in again if node.name in saved}
+    for node in dropped:
+        saved[node.name].replace_all_uses_with(again[node])
+        backward.erase_node(saved[node.name])
+    for copy in reversed(again.values()):
+        if not copy.users:
+            backward.erase_node(copy)
     output = forward.output_node()
     output.args = (tuple(each for each in output.args[0] if each not in dropped),)  # type: ignore[union-attr]
 
@@ -339,8 +331,7 @@ def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
     fake: Any = detect_fake_mode([node.meta["val"] for node in inputs_of(forward)])
     with fake:
         value = torch.empty(len(layers), dtype=torch.int64)
-    with forward.inserting_before(output):
-        versions = forward.call_function(remember, layers)
+    versions = insert_before(output, remember, *layers)
     versions.meta["val"] = value
     outputs = [*output.args[0]]  # type: ignore[misc]
     outputs.insert(results, versions)
@@ -348,8 +339,7 @@ def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
     with backward.inserting_before(_first_tensor(backward)):
         came = backward.placeholder("versions")
     came.meta["val"] = value
-    with backward.inserting_after(inputs_of(backward)[-1]):
-        backward.call_function(refuse_old, (came, *layers))
+    insert_after(inputs_of(backward)[-1], refuse_old, came, *layers)
 
 
 def marked_inputs(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Graph:
@@ -377,8 +367,7 @@ def marked_gradients(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Grap
     gradients = [*output.args[0]]  # type: ignore[misc]
     for i, place in enumerate(places):
         if place and gradients[i] is not None:
-            with graph.inserting_after(gradients[i]):
-                graph.call_function(collect, (place.layer, place.place, gradients[i]))
+            insert_after(gradients[i], collect, place.layer, place.place, gradients[i])
             gradients[i] = None
     output.args = (tuple(gradients),)
     return graph

@@ -86,11 +86,12 @@ class Zero3Model(StandIn, ShardedModel):
         super().__init__()
         self.comm = communicator(mesh=mesh)
         self.order = TracedOrder()
-        wrapping = _Wrapping(self, model, source, offload, mesh, activations)
+        shard = partial(self.unit_class, order=self.order, device=source.device, offload=offload,
+                        mesh=mesh, activations=activations)
+        wrapping = _Wrapping(self, model, source, shard)
         self.units: list[Unit] = wrapping.units_of(layer_classes, leaf_classes)
         # Units that stand for no module. Here the model finds their shards.
         self.beside = nn.ModuleList(u for u in self.units if isinstance(u.module, Together))
-        self.order.units = self.units
         self.sharded_layers = tuple(self.units)
         self.tied = wrapping.tied_by_name()  # parameters with several names, by these
         self.layout = wrapping.layout  # the names of the parameters that a plain module has
@@ -106,6 +107,8 @@ class Zero3Model(StandIn, ShardedModel):
         self._count_steps()
         connect(self)
         self.known = Known([self])
+        # From now on, attributes that only the plain model has are set there.
+        self.order.units = self.units
 
     def layers_together(self, places: list[LayerPlace], rest_numel: int
                         ) -> list[list[LayerPlace]]:
@@ -164,23 +167,11 @@ class Zero3Model(StandIn, ShardedModel):
 
         after_steps.add(self, count)
 
-    # The model's attributes.
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            root: Any = super().__getattr__("module")
-            return root.read(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # `__init__` sets `known` last.
-        is_new = "known" in vars(self) and name not in vars(self) and name not in self._modules
-        is_new = is_new and "module" in self._modules and not hasattr(type(self), name)
-        if is_new and hasattr(self.module.module, name):
-            setattr(self.module.module, name, value)
-        else:
-            super().__setattr__(name, value)
+    def _plain(self) -> nn.Module:
+        """
+        #### The plain model
+        """
+        return self.module.module
 
     # ----------------------------------------------------------------------------------- settings
 
@@ -457,15 +448,17 @@ class _Wrapping:
     ## How the layers of a model become units, each in the place where it stands
     """
 
-    def __init__(self, owner: Zero3Model, model: nn.Module, source: Source, offload: Offload,
-                 mesh: DeviceMesh | Links | None,
-                 activations: Activations | Offload | str | None):
+    def __init__(self, owner: Zero3Model, model: nn.Module, source: Source,
+                 shard: Callable[[nn.Module, str, bool], Unit]):
+        """
+        ### Choose a model
+
+        * `shard(module, path, leaf)` makes a unit
+        """
         self.owner = owner
         self.model = model
         self.source = source
-        self.offload = offload
-        self.mesh = mesh
-        self.activations = activations
+        self.shard = shard
         self.layout: dict[nn.Module, list[str]] = {}
         # All names of each parameter in the plain model.
         self.names: dict[torch.Tensor, list[str]] = {}
@@ -482,7 +475,12 @@ class _Wrapping:
         ### Make the units, the root first
         """
         places = [*_places(self.model, "", (*layers, Deferred), leaves)]
-        self._check((*layers, *leaves), len(places))
+        kind = type(self.model).__name__
+        for m in self.model.modules():
+            self.owner.expect(not isinstance(m, Zero3Layer), "is sharded already", "a plain model",
+                              kind, "`destroy()` it first")
+        self.owner.expect(bool(places), "has nothing to wrap", f"modules of {(*layers, *leaves)}",
+                          f"none inside of {kind}", "pass the classes of its layers")
         for name, param in self.model.named_parameters(remove_duplicate=False):
             self.names.setdefault(param, []).append(name)
         # The root owns whatever is outside all layers.
@@ -518,17 +516,6 @@ class _Wrapping:
         return [self._unit(Together(shared), "", leaf=False)
                 for shared in self.owner.layers_together(may_share, rest_numel)]
 
-    def _check(self, classes: tuple[type, ...], found: int) -> None:
-        """
-        #### Refuse a model that cannot be wrapped
-        """
-        kind = type(self.model).__name__
-        for m in self.model.modules():
-            self.owner.expect(not isinstance(m, Zero3Layer), "is sharded already", "a plain model",
-                              kind, "`destroy()` it first")
-        self.owner.expect(found > 0, "has nothing to wrap", f"modules of {classes}",
-                          f"none inside of {kind}", "pass the classes of its layers")
-
     def _unit(self, layer: nn.Module, path: str, leaf: bool) -> Unit:
         """
         #### Make the unit of one layer, or of the root
@@ -539,19 +526,15 @@ class _Wrapping:
         for m in modules.values():
             self.layout.setdefault(m, [*m._parameters])
         ties = self._untie(modules, is_root=layer is self.model)
-        before = {p for m in modules.values()
-                  for p in m._parameters.values() if p is not None}
-        self.made |= self.source.fill(self.owner, modules, path, self.names)
+        made = self.source.fill(self.owner, modules, path, self.names)
         for _, m, name in ties:
             del vars(m)[name]
-        unit = self.owner.unit_class(module, self.owner.order, path, leaf, self.source.device,
-                                     self.offload, self.mesh, self.activations)
+        unit = self.shard(module, path, leaf)
         if unit.flats:
             # The streams of a communicator are those of its parameters' device.
             self.owner.comm = unit.comm
-        for param in before:
-            self.owners[param] = unit
-            self.owners[self.made.get(param, param)] = unit
+        self.made |= made
+        self.owners |= dict.fromkeys([*made, *(slot.param for slot in unit.slots())], unit)
         self.tied += [(param, unit, m, name) for param, m, name in ties]
         return unit
 
@@ -578,11 +561,8 @@ class _Wrapping:
         """
         ### The parameters that have several names, by each of them
         """
-        found: dict[str, Any] = {}
-        for param, names in self.names.items():
-            if len(names) > 1:
-                found |= dict.fromkeys(names, self.made.get(param, param))
-        return found
+        return {name: self.made.get(param, param) for param, names in self.names.items()
+                if len(names) > 1 for name in names}
 
 
 def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
