@@ -73,7 +73,6 @@ from zero3.compiler.graph import find, full_numel, gather, layers_of, picture, r
 from zero3.compiler.passes import gathered, improve, move_activations, offload_states
 from zero3.compiler.trace import Graphs, Place, graphs_of
 from zero3.flat import Slot, own_modules
-from zero3.guards.command_line import Parser, within
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import MOST, expect, whole
@@ -90,8 +89,6 @@ from zero3.whole_model.together import (
 from zero3.whole_model.units import Unit
 from zero3.whole_model.wrap import Classes, Zero3Model, wrap
 
-# A command line traces at most so many layers.
-MOST_LAYERS = 256
 ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}
 # The options of `wrap` that are not about hooks.
 _OPTIONS = ("leaf_classes", "offload", "device", "seed", "init", "checkpoint", "mesh",
@@ -644,34 +641,19 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
     return compiled
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """
-    ## Trace a chain of small layers, and print what each pass makes of its graphs
-    """
-    parser = Parser(prog="zero3.compiler", description="The graphs of a chain after each pass")
-    parser.add_argument("--layers", type=int, default=4, help="each has a 2 x 2 weight")
-    parser.add_argument("--limit", type=int, default=8, help="elements that may be full at once")
-    parser.add_argument("--bucket", type=int, default=0, help="elements that share a collective")
-    args = parser.parse_args(argv)
-    try:
-        within("--layers", args.layers, 1, MOST_LAYERS)
-        within("--limit", args.limit, 1, MOST)
-        within("--bucket", args.bucket, 0, MOST)
-    except ValueError as error:
-        parser.error(str(error))
+    ## Trace a chain of four small layers, and print what each pass makes of its graphs
 
-    layers = [nn.Linear(2, 2, bias=False) for _ in range(args.layers)]
-    model = compile(nn.Sequential(*layers), backend="aot_eager")
+    Each layer has four elements, and eight may be full at once.
+    """
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(4)]
+    model = compile(nn.Sequential(*layers), backend="aot_eager", limit_numel=8)
     model(torch.ones(1, 2)).sum().backward()
     (graphs,) = model.graphs
-    _, traced, traced_backward = graphs.steps[0]
-    steps, kept = improve(traced, traced_backward, model.numel, args.limit, args.bucket)
-    backward: Any = None
-    for name, forward, backward in steps:
-        whole = [] if name in ("traced", "insert") else kept
+    for name, forward, backward in graphs.steps:
+        assert backward is not None
+        kept = [] if name in ("traced", "insert") else graphs.kept
         print(f"\n{name}, forward\n{picture(forward, model.numel)}")
-        print(f"\n{name}, backward\n{picture(backward, model.numel, whole)}")
-    most = max(*full_numel(forward, model.numel),
-               *full_numel(backward, model.numel, kept))
-    print(f"\n{len(find(forward, gather)) + len(find(backward, gather))} gathers, "
-          f"{len(find(backward, reduce))} reduces, at most {most} full elements")
+        print(f"\n{name}, backward\n{picture(backward, model.numel, kept)}")
+    print(f"\n{model.report()}")
