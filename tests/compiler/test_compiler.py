@@ -853,12 +853,12 @@ def named_alike(folder):
     decays = [group["weight_decay"] for group in groups.param_groups]
     said = (raised(lambda: model.small[0].weight.sum()),
             raised(lambda: model.small[0].requires_grad_(False)))
-    reports = model.memory_report()
+    labels = [unit.label for unit in model.units]
     restored = model.destroy()
     kinds = {type(layer) for layer in restored.small} | {type(restored)}
     different += [key for key, p in hooks.destroy().named_parameters()
                   if not torch.equal(p, restored.get_parameter(key))]
-    return titles, same_names, different, decays, said, reports, kinds
+    return titles, same_names, different, decays, said, labels, kinds
 
 
 def test_layers_that_share_a_unit_keep_their_names(tmp_path):
@@ -869,13 +869,13 @@ def test_layers_that_share_a_unit_keep_their_names(tmp_path):
     `Unit.requires_grad_`, `Together.get_submodule`.
     """
     for found in run(named_alike, 2, tmp_path):
-        titles, same_names, different, decays, said, reports, kinds = found
+        titles, same_names, different, decays, said, labels, kinds = found
         assert titles == ["small.0 to small.3", "small.4 to other.0", "other.1", "other.2",
                           "head", "tied"]
         assert same_names and not any(different) and sorted(decays) == [0.0, 1.0]
         assert "layer 1 (small.0 to small.3) freed `small.0.weight`" in said[0]
         assert "(small.0) cannot be frozen by itself" in said[1] and "unit_bytes" in said[1]
-        assert "layer 1 (small.0 to small.3)" in reports
+        assert "layer 1 (small.0 to small.3)" in labels
         assert kinds == {nn.Linear, Mixed}
 
 

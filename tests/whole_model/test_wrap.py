@@ -41,7 +41,7 @@ from tests.wholes import (
 )
 from zero3 import Deferred, Offload, Zero3Optimizer, wrap
 from zero3.comm.collectives import Communicator
-from zero3.estimate.ledger import Ledger, held_bytes
+from zero3.estimate.ledger import Ledger
 from zero3.optimizer.steps import after_steps
 from zero3.whole_model.units import Trace
 from zero3.whole_model.wrap import continue_tokens, main
@@ -1033,38 +1033,6 @@ def test_destroy_gives_the_plain_module_back(name):
     Proves `Zero3Model.destroy`.
     """
     assert all(run(destroyed, 2, name))
-
-
-def report():
-    plain, model = build("Mixture", persist_below_numel=165, offload=None)
-    before = model.memory_report()
-    loss = plain.loss(model(mine(tokens(0, 4))))
-    during = model.memory_report()
-    loss.backward()
-    return before, during, held_bytes(model)
-
-
-def test_memory_report_says_what_each_unit_has():
-    """
-    Bytes at rest and full bytes of each unit, on this rank; they add up to what the tape counts.
-    Proves `Zero3Model.memory_report`.
-    """
-    for before, during, rest_bytes in run(report, 2):
-        *rows, total = [line.split(None, 4) for line in before.splitlines()[2:-1]]
-        assert [row[4] for row in rows] == [
-            "layer 0 (the rest), persistent", "layer 1 (blocks.0), persistent",
-            "layer 2 (blocks.1), leaf", "layer 3 (blocks.2), persistent",
-            "layer 4 (blocks.3), leaf"]
-        numels = [int(row[0].replace(",", "")) for row in rows]
-        assert [int(row[1].replace(",", "")) for row in rows] == [4 * n for n in numels]
-        assert all(row[2] == "0" and row[3] == "device" for row in rows)
-        full = [int(line.split()[2].replace(",", "")) for line in during.splitlines()[2:-1]]
-        assert full == [8 * n for n in (numels[0], numels[1], 0, numels[3], 0,
-                                        numels[0] + numels[1] + numels[3])]
-        assert total == [f"{sum(numels):,}", f"{4 * sum(numels):,}", "0", "together"]
-        assert before.endswith("\n0 passes differed from the last of their kind")
-        assert rest_bytes == sum(2 * 4 * n for n in numels) + sum(8 * n for n in (
-            numels[0], numels[1], numels[3]))
 
 
 def test_a_wrapped_model_is_asked_like_the_plain_one():

@@ -356,29 +356,6 @@ class Zero3Model(StandIn, ShardedModel):
         after_steps.remove(self)
         return plain
 
-    def memory_report(self) -> str:
-        """
-        ### A table of what each unit holds on this rank now
-
-        Elements with their padding, and bytes at rest and full.
-        """
-        row = "{:14,} {:14,} {:14,}  {:7} {}".format
-        table = [f"rank {self.comm.global_rank}, with 1/{self.comm.world_size} of each parameter",
-                 f"{'elements':>14} {'at rest':>14} {'full':>14}  tier    unit"]
-        cells = []
-        for unit in self.units:
-            is_full = unit.is_fetched or unit.is_full_elsewhere
-            rest_bytes = sum(flat.storage.rest_bytes for flat in unit.flats)
-            full_bytes = is_full * sum(flat.full.nbytes for flat in unit.flats)
-            cells.append((unit.numel, rest_bytes, full_bytes))
-            tiers = "+".join(dict.fromkeys(flat.storage.tier for flat in unit.flats)) or "none"
-            name = unit.label + ", persistent" * unit.persistent + ", leaf" * unit.leaf
-            table.append(row(*cells[-1], tiers, name))
-        totals = map(sum, zip(*cells, strict=True))
-        table.append(row(*totals, "", "together"))
-        table.append(f"{self.order.trace.misses} passes differed from the last of their kind")
-        return "\n".join(table)
-
 
 def wrap(model: nn.Module, layer_classes: Classes, *,
          leaf_classes: Classes = (),
@@ -656,4 +633,3 @@ def main() -> None:
             events = [f"{e.event} {e.layer.split()[1]}" for e in tape.events if e.phase == phase
                     and e.event in ("fetch", "compute", "reduce")]
             print(f"step {step}, {phase}: {', '.join(events)}")
-    print(model.memory_report())
