@@ -932,21 +932,19 @@ def test_a_saved_model_opens_without_us_and_comes_back(tmp_path):
 
 def continued(model, plain, ids, **options):
     """What the plain model says, and the wrapped one, and what that gathered."""
-    draw = [torch.Generator().manual_seed(5) for _ in range(2)]
     with torch.no_grad():
-        expected = continue_tokens(plain, ids, generator=draw[0], **options)
+        expected = continue_tokens(plain, ids, **options)
     with Ledger(model) as tape:
-        got = model.generate(ids, generator=draw[1], **options)
+        got = model.generate(ids, **options)
     assert not any(unit.is_fetched for unit in model.units)
     return expected.tolist(), got.tolist(), [e.layer for e in tape.events if e.event == "fetch"]
 
 
 def continue_on_two_ranks():
     plain, model = build("Tied")
-    rank, found = dist.get_rank(), []
+    rank = dist.get_rank()
     ids = tokens(3, 4).chunk(2)[rank]
-    for options in ({"max_new_tokens": 6}, {"max_new_tokens": 6, "temperature": 0.7}):
-        found.append(continued(model, plain, ids, **options))
+    found = [continued(model, plain, ids, max_new_tokens=6)]
     # Rank 1 is done after its first token, rank 0 goes on.
     first = found[0][0][0][LENGTH]
     found.append(continued(model, plain, ids[:1], max_new_tokens=6,
@@ -958,8 +956,8 @@ def continue_on_two_ranks():
 
 def test_generate_continues_like_the_plain_model_though_one_rank_is_done_first():
     """
-    Greedy, drawn, and with an end that comes on one rank only: that rank goes on
-    gathering, and returns what it had. A layer is gathered for each token, the root's parameters
+    Greedy, and with an end that comes on one rank only: that rank goes on gathering, and returns
+    what it had. A layer is gathered for each token, the root's parameters
     once, and as long as these another unit's that it uses.
     Proves `Zero3Model.generate`, `continue_tokens`.
     """
@@ -967,13 +965,13 @@ def test_generate_continues_like_the_plain_model_though_one_rank_is_done_first()
     for found in answers:
         for expected, got, _ in found:
             assert got == expected
-        assert sorted({*found[3][2]}) == [f"layer {i} ({name})" for i, name in enumerate(
+        assert sorted({*found[2][2]}) == [f"layer {i} ({name})" for i, name in enumerate(
             ("the rest", "embed", "layers_.0", "layers_.1", "layers_.2", "layers_.3"))]
-        assert found[3][2].count("layer 1 (embed)") <= 2
-        for _, _, gathers in found[:3]:
+        assert found[2][2].count("layer 1 (embed)") <= 2
+        for _, _, gathers in found[:2]:
             layers = [f"layer {i} (layers_.{i - 1})" for i in range(1, 5)]
             assert gathers == ["layer 0 (the rest)", *layers * 6]
-    assert [len(found[2][1][0]) - LENGTH for found in answers] == [6, 1]
+    assert [len(found[1][1][0]) - LENGTH for found in answers] == [6, 1]
 
 
 def generate_with_hugging_face(name):

@@ -544,16 +544,13 @@ class _Wrapping:
 
 def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
                     eos_token_id: int | None = None,
-                    temperature: float = 0.0,
-                    generator: torch.Generator | None = None,
                     groups: Iterable[Group] = ()) -> torch.Tensor:
     """
-    ## Continue sequences of tokens
+    ## Continue sequences of tokens, each by the likeliest next token
 
     * `model` returns logits, `(batch, length, vocabulary)`, first
     * `ids` are `(batch, length)`, of this rank
     * `eos_token_id` ends a sequence, and pads it
-    * `temperature` 0 takes the likeliest token, others draw with `generator`
     * `groups` have the ranks that go on until all of them are done, and all of these must call it;
       left out, this one alone
 
@@ -561,8 +558,8 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     """
     done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for _ in range(max_new_tokens):
-        logits = next(tensors_in(model(ids)))[:, -1].float()  # (batch, vocabulary) fp32
-        token = _next_token(logits, temperature, generator)
+        # (batch, length, vocabulary) to (batch,)
+        token = next(tensors_in(model(ids)))[:, -1].argmax(-1)
         if not done.all():
             if eos_token_id is not None:
                 token = token.where(~done, eos_token_id)
@@ -576,18 +573,6 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
         if not left:
             break
     return ids
-
-
-def _next_token(logits: torch.Tensor, temperature: float, generator: torch.Generator | None
-                ) -> torch.Tensor:
-    """
-    #### The next token of each sequence: `(batch, vocabulary)` to `(batch,)`
-    """
-    if not temperature:
-        return logits.argmax(-1)
-    # Draw on the CPU, so that a seed means the same tokens on every device.
-    probabilities = torch.softmax(logits / temperature, -1).cpu()
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
 
 
 def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tuple[type, ...]
