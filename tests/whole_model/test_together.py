@@ -207,7 +207,8 @@ class Probe:
         packed = {id(buffer): buffer.untyped_storage().nbytes() for unit in self.model.units
                   if unit.packed for buffer in unit.packed.buffers}
         self.most = max(self.most, (full_bytes + sum(packed.values())) // 8)
-        self.shared += (event == "unpacked") * nbytes
+        if event == "unpacked":
+            self.shared += nbytes
         limit = self.model.order.max_live_numel
         assert limit is None or self.model.order.live_numel() <= limit
 

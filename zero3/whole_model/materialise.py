@@ -135,8 +135,8 @@ class Source:
             if model.comm.is_first:
                 for new in made.values():
                     _mark(new)
-                replaced = {new: old for old, new in made.items()}
-                self._give_values(modules, empty, lambda t: names.get(replaced.get(t, t), []))
+                names = names | {made[old]: names[old] for old in made if old in names}
+                self._give_values(modules, empty, names)
         return made
 
     def _allocate(self, modules: dict[str, nn.Module]
@@ -161,7 +161,7 @@ class Source:
 
     def _give_values(self, modules: dict[str, nn.Module],
                      empty: dict[str, list[str]],
-                     more: Callable[[torch.Tensor], list[str]]) -> None:
+                     names: dict[torch.Tensor, list[str]]) -> None:
         """
         #### Draw or read the values of a layer
 
@@ -173,7 +173,7 @@ class Source:
             if self.checkpoint is None or modules[at]._non_persistent_buffers_set & {*keys}:
                 self._draw(modules[at], at)
         if self.checkpoint is not None:
-            self._read(modules, more)
+            self._read(modules, names)
         for at, keys in empty.items():
             for name in keys:
                 if _is_marked(getattr(modules[at], name)):
@@ -197,11 +197,11 @@ class Source:
             raise ValueError(f"`{at}`: {error!r}") from error
 
     def _read(self, modules: dict[str, nn.Module],
-              more: Callable[[torch.Tensor], list[str]]) -> None:
+              names: dict[torch.Tensor, list[str]]) -> None:
         """
         #### Read the values of a layer
 
-        * `more` returns all names of a tensor, of which the file has one
+        * `names` are all names of a parameter, of which the file has one
         """
         places: dict[torch.Tensor, list[str]] = {}
         parts: dict[torch.Tensor, WeightPart | None] = {}
@@ -212,7 +212,7 @@ class Source:
                     parts[t] = part_of(module, name)
         try:
             for t, own in places.items():
-                self._read_tensor(t, [*own, *more(t)], parts[t])
+                self._read_tensor(t, [*own, *names.get(t, [])], parts[t])
         except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
             raise ValueError(f"{self.checkpoint}: {error!r}") from error
 

@@ -69,7 +69,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero3.comm.collectives import named_range
+from zero3.comm.collectives import Transfer, named_range
 from zero3.comm.links import Links
 from zero3.guards.contents import uncompiled
 from zero3.layer import Zero3Layer
@@ -197,6 +197,7 @@ class Unit(StandIn, Zero3Layer):
     ## A layer of a whole model
     """
 
+    _gather: Transfer | Packed | None  # type: ignore[assignment]
     cure = ("call what `wrap` returned, and use the parameter in the forward of a module; where "
             "not all ranks do, `register_external_parameter`; build the optimizer after `wrap`")
     cure_for_new = ("add it to the plain model: `plain = model.destroy()`, change `plain`, `wrap` "
@@ -369,16 +370,14 @@ class Unit(StandIn, Zero3Layer):
         self._settle_at_end_of_backward()
         self.reducer.finish(self)
         self.is_fetched = True
-        shared: Any = packed
-        self._gather = shared
+        self._gather = packed
 
     @property
     def packed(self) -> Packed | None:
         """
         ### The shared all-gather by which it comes, if it has not computed yet
         """
-        shared: Any = self._gather
-        return shared if isinstance(shared, Packed) else None
+        return self._gather if isinstance(self._gather, Packed) else None
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """

@@ -151,19 +151,19 @@ class Zero3Model(StandIn, ShardedModel):
         #### Count the steps of optimizers that have shards of this model
         """
         shards = {id(shard) for shard in self.get_trainable_chunk()}
+        # Those that no optimizer has stepped yet.
         missed = set(shards)
 
         def count(model: Zero3Model, optimizer: Any, *_) -> None:
-            stepped = [p for group in optimizer.param_groups for p in group["params"]]
-            stepped += [states.shard for states in getattr(optimizer, "shard_states", ())]
-            if shards.isdisjoint(map(id, stepped)):
-                return
-            model.order.steps += 1
-            # Shards with a gradient and no optimizer yet, for `check`.
-            missed.difference_update(map(id, stepped))
-            model.missed = [] if not missed else [
-                unit.title for unit in model.units for shard in unit.get_trainable_chunk()
-                if id(shard) in missed and grad_of(shard) is not None]
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            stepped |= {id(states.shard) for states in getattr(optimizer, "shard_states", ())}
+            if not shards.isdisjoint(stepped):
+                model.order.steps += 1
+                missed.difference_update(stepped)
+                # Those with a gradient, for `check`.
+                model.missed = [unit.title for unit in model.units if missed
+                                for shard in unit.get_trainable_chunk()
+                                if id(shard) in missed and grad_of(shard) is not None]
 
         after_steps.add(self, count)
 
@@ -290,30 +290,24 @@ class Zero3Model(StandIn, ShardedModel):
         """
         root = self.module
         plain = root.module
-        self._check_children()
-        root.guard.check()
+        self.check()
         # Every token needs the root, and a model may ask it for its device.
         arrive = plain.register_forward_pre_hook(lambda *_: self.order.arrive(root))
         with root.full_params(), root.guard, arrive:
             self.order.stack.append(root)
             try:
                 if hasattr(plain, "generate"):
-                    self._check_generate()
+                    every = dist.get_world_size() if dist.is_initialized() else 1
+                    self.expect(len(self.comm.ranks) in (1, every), "cannot generate",
+                                f"all {every} ranks, which its own `generate` waits for",
+                                f"ranks {[*self.comm.ranks]}", "wrap it without `mesh=`, or call "
+                                "`continue_tokens` on its forward")
                     return plain.generate(*args, synced_gpus=self.comm.world_size > 1, **kwargs)
                 return continue_tokens(plain, *args, groups=self.comm.sharers, **kwargs)
             finally:
                 self.order.stack.pop()
                 root.leave()
                 self.order.end_forward()
-
-    def _check_generate(self) -> None:
-        """
-        #### Refuse a model's own `generate` on a part of the ranks
-        """
-        every = dist.get_world_size() if dist.is_initialized() else 1
-        self.expect(len(self.comm.ranks) in (1, every), "cannot generate", f"all {every} ranks, "
-                    "which its own `generate` waits for", f"ranks {[*self.comm.ranks]}",
-                    "wrap it without `mesh=`, or call `continue_tokens` on its forward")
 
     def release_all(self) -> None:
         """
@@ -439,13 +433,12 @@ class _Wrapping:
         self.layout: dict[nn.Module, list[str]] = {}
         # All names of each parameter in the plain model.
         self.names: dict[torch.Tensor, list[str]] = {}
-        # The unit that has a parameter, and the parameter that replaced one on the meta device.
-        self.owners: dict[torch.Tensor, Unit] = {}
+        # The unit that has a parameter; `None` stands for the root, which is made last. And the
+        # parameter that replaced one on the meta device.
+        self.owners: dict[torch.Tensor, Any] = {}
         self.made: dict[torch.Tensor, torch.Tensor] = {}
         # Parameters that a unit uses and does not have: which, the unit, its module, the name.
         self.tied: list[tuple[torch.Tensor, Unit, nn.Module, str]] = []
-        # Parameters outside all layers.
-        self.at_root: set[torch.Tensor] = set()
 
     def units_of(self, layers: tuple[type, ...], leaves: tuple[type, ...]) -> list[Unit]:
         """
@@ -462,8 +455,8 @@ class _Wrapping:
             self.names.setdefault(param, []).append(name)
         # The root owns whatever is outside all layers.
         inside = {m for place in places for m in place.layer.modules()}
-        self.at_root = {p for m in self.model.modules() if m not in inside
-                        for p in m._parameters.values() if p is not None}
+        self.owners = {p: None for m in self.model.modules() if m not in inside
+                       for p in m._parameters.values() if p is not None}
         together = self._units_together(places)
         units: dict[nn.Module, Unit] = {}
         for place in places:
@@ -489,7 +482,7 @@ class _Wrapping:
                             if m is not place.layer)
             if not (tied or has_units or isinstance(place.layer, Deferred)):
                 may_share.append(place)
-        rest_numel = sum(p.numel() for p in self.at_root)
+        rest_numel = sum(p.numel() for p in self.owners)
         return [self._unit(Together(shared), "", leaf=False)
                 for shared in self.owner.layers_together(may_share, rest_numel)]
 
@@ -519,14 +512,12 @@ class _Wrapping:
         """
         #### Take parameters of other units out of a unit's modules, and say which and where
         """
-        others = set(self.owners)
-        if not is_root:
-            others |= self.at_root
         ties = []
         for m in modules.values():
             # A module that is in two units has them as plain attributes by now.
             for name, p in [*vars(m).items(), *m._parameters.items()]:
-                if isinstance(p, nn.Parameter) and p in others:
+                if isinstance(p, nn.Parameter) and p in self.owners and not (
+                        is_root and self.owners[p] is None):
                     ties.append((p, m, name))
                     m._parameters.pop(name, None)
                     # For a module that draws its values, and would draw these too.
