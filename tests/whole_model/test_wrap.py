@@ -39,7 +39,7 @@ from tests.wholes import (
     tokens,
     train_both,
 )
-from zero3 import Deferred, Offload, Zero3Optimizer, wrap
+from zero3 import Offload, Zero3Optimizer, wrap
 from zero3.comm.collectives import Communicator
 from zero3.estimate.ledger import Ledger
 from zero3.optimizer.steps import after_steps
@@ -670,18 +670,15 @@ class Watched(Layer):
         return super().forward(x) * self.factor[0] + self.scale.sum()
 
 
-def made(how):
+def made():
     torch.manual_seed(dist.get_rank())
     before = torch.get_rng_state()
-    if how == "meta":
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Embedding(TOKENS, WIDTH), *(Watched() for _ in range(4)))
-    else:
-        model = nn.Sequential(nn.Embedding(TOKENS, WIDTH), *(Deferred(Watched) for _ in range(4)))
-    model = wrap(model, Watched, seed=7)
-    if how == "meta":
-        assert torch.equal(torch.get_rng_state(), before)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(TOKENS, WIDTH), *(Watched() for _ in range(4)))
+    model = wrap(model.eval(), Watched, seed=7)
+    assert torch.equal(torch.get_rng_state(), before)
     assert all(p.is_meta is False for p in model.parameters())
+    assert not any(m.training for m in model.modules() if not isinstance(m, nn.ParameterList))
     out = model(tokens(0, 1))
     with model.full_params() as params:
         found = {name: p.detach().clone() for name, p in params.items()}
@@ -695,23 +692,10 @@ def test_a_model_on_the_meta_device_is_made_one_layer_at_a_time(world_size):
     names: the same on any number of ranks, other ones in each layer, and nothing is left of memory.
     Proves `Source.fill`, `Source._draw`, `Source._seeded`.
     """
-    expected, _, _ = run(made, 1, "meta")[0]
-    for params, born, out in run(made, world_size, "meta"):
+    expected, _, _ = run(made, 1)[0]
+    for params, born, out in run(made, world_size):
         assert born == ([1] * 4 if born else []) and torch.isfinite(out).all()
         assert all(torch.equal(p, expected[name]) for name, p in params.items())
-        assert not torch.equal(params["1.up.weight"], params["2.up.weight"])
-
-
-def test_deferred_layers_are_made_when_their_turn_comes():
-    """
-    By their factories, seeded by their names, on all ranks; rank 0's values are everybody's.
-    Proves `Deferred`, `Source.make`, `Source._seeded`.
-    """
-    one, two = (run(made, n, "factory") for n in (1, 2))
-    for params, _, _ in (*one, *two):
-        layers = {name: p for name, p in params.items() if not name.startswith("0.")}
-        assert layers and all(torch.equal(p, one[0][0][name]) or "scale" in name
-                              for name, p in layers.items())
         assert not torch.equal(params["1.up.weight"], params["2.up.weight"])
 
 
@@ -752,22 +736,6 @@ def test_a_buffer_that_nobody_wrote_is_found_out(dtype):
     with pytest.raises(RuntimeError, match=r"`0.table` has no values"):
         wrap(first, Counts, init=leave)
     assert next(wrap(second, Counts, init=write).buffers()).sum() == 3
-
-
-def test_a_deferred_layer_is_in_the_mode_of_its_place_and_may_be_on_meta():
-    """
-    A factory may give a layer without values, which then get theirs as all others do.
-    Proves `Deferred`, `Source.make`, `Source.fill`.
-    """
-    def factory():
-        with torch.device("meta"):
-            return nn.Linear(2, 2)
-
-    model = wrap(nn.Sequential(Deferred(factory), Deferred(Layer)).eval(), ())
-    assert not any(m.training for m in model.modules() if not isinstance(m, nn.ParameterList))
-    with model.full_params() as params:
-        assert all(torch.isfinite(p).all() for p in params.values())
-    assert [*dict(model.destroy().named_parameters())][:2] == ["0.weight", "0.bias"]
 
 
 def refuse_to_make():

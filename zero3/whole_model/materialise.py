@@ -1,13 +1,12 @@
 r"""
 # Models larger than memory: made, read and written layer by layer
 
-`Source` gives a layer its values, `Deferred` is a placeholder for a layer that does not exist yet,
-and `save` writes a sharded model to files.
+`Source` gives a layer its values, and `save` writes a sharded model to files.
 
-Build a model that no rank has room for without values, on torch's `meta` device or from `Deferred`
-layers. `wrap` then allocates a layer, gives it its values, shards it and frees it, before it comes
-to the next one ([ZeRO-Infinity](https://arxiv.org/abs/2104.07857), section 7.2). The values come
-from the module's own `reset_parameters`, from a function, or from a checkpoint.
+Build a model that no rank has room for without values, on torch's `meta` device. `wrap` then
+allocates a layer, gives it its values, shards it and frees it, before it comes to the next one
+([ZeRO-Infinity](https://arxiv.org/abs/2104.07857), section 7.2). The values come from the module's
+own `reset_parameters`, from a function, or from a checkpoint.
 
 **Two layers on two ranks.** The first layer has 4 elements, the second one has 6. Memory while
 `wrap` makes the model, in elements on each rank:
@@ -60,25 +59,13 @@ from zero3.offload.tensors import INDEX, save_tensors, write_index
 from zero3.sharded import ShardedModel
 
 
-class Deferred(nn.Module):
-    """
-    ## A placeholder for a layer that does not exist yet
-
-    `wrap` puts the layer that `factory()` returns in its place, as one unit.
-    """
-
-    def __init__(self, factory: Callable[[], nn.Module]):
-        super().__init__()
-        self.factory = factory
-
-
 @dataclass
 class Source:
     """
     ## The source of a model's values
 
     * `device` is where layers are allocated
-    * `seed` is for values that are drawn, of layers that are deferred or on the meta device
+    * `seed` is for values that are drawn
     * `init` is called instead of `reset_parameters`, on rank 0, with each module that has tensors
       without values, innermost first
     * `checkpoint` is a file of safetensors, the index of several, or their folder; rank 0 reads it
@@ -91,21 +78,6 @@ class Source:
     init: Callable[[nn.Module], object] | None = None
     checkpoint: str | Path | None = None
     own_init: Callable[[nn.Module], object] | None = None
-
-    def make(self, model: ShardedModel, module: nn.Module, path: str) -> nn.Module:
-        """
-        ### Make a deferred layer; return any other module as it is
-
-        * `path` is the layer's name in `model`
-
-        Raises `RuntimeError` on all ranks if the factory raises on one of them.
-        """
-        if not isinstance(module, Deferred):
-            return module
-        with _agreed(model, f"cannot make `{path}`", "a layer from its factory",
-                     "look into the factory", told=repr):
-            with self._seeded(path), self.device:
-                return module.factory().train(module.training)
 
     @torch.no_grad()
     def fill(self, model: ShardedModel,
@@ -135,7 +107,7 @@ class Source:
             if model.comm.is_first:
                 for new in made.values():
                     _mark(new)
-                names = names | {made[old]: names[old] for old in made if old in names}
+                names = names | {new: names[old] for old, new in made.items()}
                 self._give_values(modules, empty, names)
         return made
 
@@ -201,18 +173,14 @@ class Source:
         """
         #### Read the values of a layer
 
-        * `names` are all names of a parameter, of which the file has one
+        * `names` are all names of each tensor, of which the file has one
         """
-        places: dict[torch.Tensor, list[str]] = {}
-        parts: dict[torch.Tensor, WeightPart | None] = {}
-        for at, module in modules.items():
-            for name, t in (*module._parameters.items(), *module._buffers.items()):
-                if t is not None and name not in module._non_persistent_buffers_set:
-                    places.setdefault(t, []).append(f"{at}.{name}".strip("."))
-                    parts[t] = part_of(module, name)
+        parts = {t: part_of(module, name) for module in modules.values()
+                 for name, t in (*module._parameters.items(), *module._buffers.items())
+                 if t is not None and name not in module._non_persistent_buffers_set}
         try:
-            for t, own in places.items():
-                self._read_tensor(t, [*own, *names.get(t, [])], parts[t])
+            for t, part in parts.items():
+                self._read_tensor(t, names[t], part)
         except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
             raise ValueError(f"{self.checkpoint}: {error!r}") from error
 
@@ -300,8 +268,7 @@ def save(units: list[Any], folder: Path) -> None:
 def _agreed(sender: Named,
             what: str,
             expected: str,
-            cure: str,
-            told: Callable[[Exception], str] = str) -> Iterator[None]:
+            cure: str) -> Iterator[None]:
     """
     #### Raise the error of one rank on all of them, at the end of the block
     """
@@ -310,7 +277,7 @@ def _agreed(sender: Named,
         yield
     except Exception as error:
         try:
-            agree(told(error) or repr(error), cure)
+            agree(str(error) or repr(error), cure)
         except RuntimeError as of_all:
             raise of_all from error
     else:

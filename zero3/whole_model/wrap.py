@@ -62,7 +62,7 @@ from zero3.offload.tiers import Offload
 from zero3.optimizer.steps import after_steps
 from zero3.sharded import Sharded, ShardedModel, communicator
 from zero3.watch import tensors_in
-from zero3.whole_model.materialise import Deferred, Source, save
+from zero3.whole_model.materialise import Source, save
 from zero3.whole_model.together import LayerPlace, Together, can_share
 from zero3.whole_model.units import StandIn, TracedOrder, Unit
 
@@ -370,8 +370,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
 
     All ranks call it alike. Call the model that this returns; the original has lost its parameters.
 
-    * `model` has values, and all ranks get those of rank 0; or it is on the meta device or has
-      `Deferred` layers, and is made one unit at a time
+    * `model` has values, and all ranks get those of rank 0; or it is on the meta device, and is
+      made one unit at a time
     * `layer_classes` is a class or several; layers inside other layers are units too
     * `leaf_classes` become units together with everything inside them: whatever depends on a rank's
       data, for instance the experts of a mixture with their router
@@ -430,9 +430,13 @@ class _Wrapping:
         self.model = model
         self.source = source
         self.shard = shard
-        self.layout: dict[nn.Module, list[str]] = {}
-        # All names of each parameter in the plain model.
+        # The names of each module's own parameters, in their order.
+        self.layout = {m: [*m._parameters] for m in model.modules()}
+        # All names of each parameter and buffer in the plain model.
         self.names: dict[torch.Tensor, list[str]] = {}
+        for name, t in (*model.named_parameters(remove_duplicate=False),
+                        *model.named_buffers(remove_duplicate=False)):
+            self.names.setdefault(t, []).append(name)
         # The unit that has a parameter; `None` stands for the root, which is made last. And the
         # parameter that replaced one on the meta device.
         self.owners: dict[torch.Tensor, Any] = {}
@@ -444,15 +448,13 @@ class _Wrapping:
         """
         ### Make the units, the root first
         """
-        places = [*_places(self.model, "", (*layers, Deferred), leaves)]
+        places = [*_places(self.model, "", layers, leaves)]
         kind = type(self.model).__name__
         for m in self.model.modules():
             self.owner.expect(not isinstance(m, Zero3Layer), "is sharded already", "a plain model",
                               kind, "`destroy()` it first")
         self.owner.expect(bool(places), "has nothing to wrap", f"modules of {(*layers, *leaves)}",
                           f"none inside of {kind}", "pass the classes of its layers")
-        for name, param in self.model.named_parameters(remove_duplicate=False):
-            self.names.setdefault(param, []).append(name)
         # The root owns whatever is outside all layers.
         inside = {m for place in places for m in place.layer.modules()}
         self.owners = {p: None for m in self.model.modules() if m not in inside
@@ -464,6 +466,8 @@ class _Wrapping:
             if layer not in units:
                 units[layer] = self._unit(layer, place.path, place.is_leaf)
             place.parent._modules[place.name] = units[layer]
+        # The root keeps its own.
+        self.owners = {p: unit for p, unit in self.owners.items() if unit is not None}
         root = self._unit(self.model, "", leaf=False)
         for tied, user, module, name in self.tied:
             vars(module)[name] = self.made.get(tied, tied)
@@ -480,7 +484,7 @@ class _Wrapping:
             tied = any(len(self.names[p]) > 1 for p in place.layer.parameters())
             has_units = any(m in layers for m in place.layer.modules()
                             if m is not place.layer)
-            if not (tied or has_units or isinstance(place.layer, Deferred)):
+            if not (tied or has_units):
                 may_share.append(place)
         rest_numel = sum(p.numel() for p in self.owners)
         return [self._unit(Together(shared), "", leaf=False)
@@ -490,16 +494,13 @@ class _Wrapping:
         """
         #### Make the unit of one layer, or of the root
         """
-        module = self.source.make(self.owner, layer, path)
         modules: dict[str, Any] = {
-            f"{path}.{at}".strip("."): m for at, m in own_modules(module)}
-        for m in modules.values():
-            self.layout.setdefault(m, [*m._parameters])
-        ties = self._untie(modules, is_root=layer is self.model)
+            f"{path}.{at}".strip("."): m for at, m in own_modules(layer)}
+        ties = self._untie(modules)
         made = self.source.fill(self.owner, modules, path, self.names)
         for _, m, name in ties:
             del vars(m)[name]
-        unit = self.shard(module, path, leaf)
+        unit = self.shard(layer, path, leaf)
         if unit.flats:
             # The streams of a communicator are those of its parameters' device.
             self.owner.comm = unit.comm
@@ -508,7 +509,7 @@ class _Wrapping:
         self.tied += [(param, unit, m, name) for param, m, name in ties]
         return unit
 
-    def _untie(self, modules: dict[str, Any], is_root: bool) -> list[tuple]:
+    def _untie(self, modules: dict[str, Any]) -> list[tuple]:
         """
         #### Take parameters of other units out of a unit's modules, and say which and where
         """
@@ -516,8 +517,7 @@ class _Wrapping:
         for m in modules.values():
             # A module that is in two units has them as plain attributes by now.
             for name, p in [*vars(m).items(), *m._parameters.items()]:
-                if isinstance(p, nn.Parameter) and p in self.owners and not (
-                        is_root and self.owners[p] is None):
+                if isinstance(p, nn.Parameter) and p in self.owners:
                     ties.append((p, m, name))
                     m._parameters.pop(name, None)
                     # For a module that draws its values, and would draw these too.
@@ -529,8 +529,8 @@ class _Wrapping:
         """
         ### The parameters that have several names, by each of them
         """
-        return {name: self.made.get(param, param) for param, names in self.names.items()
-                if len(names) > 1 for name in names}
+        return {name: self.made.get(t, t) for t, names in self.names.items()
+                if len(names) > 1 and isinstance(t, nn.Parameter) for name in names}
 
 
 def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
