@@ -192,11 +192,10 @@ class Source:
         if not name:
             raise ValueError(f"no `{names[0]}` in {self.checkpoint}")
         with safe_open(self.files[name], framework="pt") as file:
-            shape = tuple(file.get_slice(name).get_shape())
-            wanted = part.shape if part else tuple(t.shape)
-            if shape != wanted:
-                raise ValueError(f"`{name}` of {shape} there, and {wanted} here")
             whole = file.get_tensor(name)
+            wanted = part.shape if part else t.shape
+            if whole.shape != wanted:
+                raise ValueError(f"`{name}` of {(*whole.shape,)} there, and {(*wanted,)} here")
             t.copy_(part.take(whole).view_as(t) if part else whole)
 
     @cached_property

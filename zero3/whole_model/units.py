@@ -316,9 +316,7 @@ class Unit(StandIn, Zero3Layer):
         A block may return a view of the root's parameters, because the root frees them last.
         """
         yield self
-        for unit in (*self.inside, *self.externals):
-            if not unit.users - {self}:
-                yield unit
+        yield from (unit for unit in (*self.inside, *self.externals) if not unit.users - {self})
 
     def leave(self) -> None:
         """

@@ -233,7 +233,12 @@ class Zero3Model(StandIn, ShardedModel):
         """
         ### Refuse what cannot be trained, before a forward pass
         """
-        self._check_children()
+        if self.known.has_changed():
+            # The model does not see layers that were assigned to this object: nobody would reduce
+            # the gradients of `model.extra = nn.Linear(8, 2)`.
+            extra = stray(self)
+            self.expect(not extra, "has new parameters", "those that it was wrapped with", extra,
+                        Unit.cure_for_new)
         self.module.guard.check()
         # Checked here and not in the step, because another optimizer may step them next.
         missed = self.missed
@@ -243,17 +248,6 @@ class Zero3Model(StandIn, ShardedModel):
                     "on `model.parameters()` of what `wrap` returned, because the plain model has "
                     "lost those outside the layers; or freeze what shall not train, "
                     "`unit.requires_grad_(False)`")
-
-    def _check_children(self) -> None:
-        """
-        #### Refuse layers that were assigned to this object, because the model does not see them
-
-        Nobody would reduce the gradients of `model.extra = nn.Linear(8, 2)`.
-        """
-        if self.known.has_changed():
-            extra = stray(self)
-            self.expect(not extra, "has new parameters", "those that it was wrapped with", extra,
-                        Unit.cure_for_new)
 
     def named_layers(self) -> Iterator[tuple[str, Sharded]]:
         """
