@@ -139,9 +139,7 @@ def layers_of(node: fx.Node) -> list[str]:
     """
     ## The names of the layers that an operation is about
     """
-    if node.target not in OPERATIONS:
-        return []
-    return [arg for arg in node.args if isinstance(arg, str)]
+    return [arg for arg in node.args if node.target in OPERATIONS and isinstance(arg, str)]
 
 
 def find(graph: fx.Graph, *kinds: Any) -> list[fx.Node]:

@@ -147,8 +147,7 @@ class CompiledUnit(Unit):
 
     @property
     def root(self) -> "CompiledUnit":
-        root: Any = self.order.root
-        return root
+        return self.order.root  # type: ignore[return-value]
 
     def prepare(self) -> None:
         """
@@ -444,9 +443,9 @@ class CompiledModel(Zero3Model):
         #### Have the next forward pass trace and compile the model
         """
         self.graphs: list[Graphs] = []
-        layers = self.engine.layers
         places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0]))
-                  for name, unit in layers.items() for i, slot in enumerate(unit.slots())}
+                  for name, unit in self.engine.layers.items()
+                  for i, slot in enumerate(unit.slots())}
         backend = partial(graphs_of, places, WeakMethod(self._lower), self.engine)
         self.run = torch.compile(self.module.__call__, backend=backend)
 
@@ -572,8 +571,8 @@ def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Ea
     """
     expect(name in ENGINES, "compile: `backend`", f"one of {sorted(ENGINES)}", repr(name),
            "pass one of these")
-    missing = ENGINES[name].missing(device)
-    for rank, problem in zip(comm.ranks, comm.gather(missing), strict=True):
+    missing = comm.gather(ENGINES[name].missing(device))
+    for rank, problem in zip(comm.ranks, missing, strict=True):
         if problem:
             warnings.warn(f"rank {comm.global_rank}: compiled by \"aot_eager\" and not by "
                           f"\"{name}\", because rank {rank} has no compiler: {problem}",
@@ -636,9 +635,8 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
     kind = partial(CompiledModel, backend=backend, limit_numel=limit_numel,
                    bucket_bytes=bucket_bytes, unit_bytes=unit_bytes,
                    offload_states_bytes=offload_states_bytes, is_chain=layer_classes is None)
-    compiled: Any = wrap(model, layer_classes or (), max_live_numel=limit_numel, kind=kind,
-                         **options)
-    return compiled
+    return wrap(  # type: ignore[return-value]
+        model, layer_classes or (), max_live_numel=limit_numel, kind=kind, **options)
 
 
 def main() -> None:

@@ -298,10 +298,8 @@ def _tensors_of(unit: Any, params: dict[str, nn.Parameter]) -> dict[str, torch.T
     #### The parameters and persistent buffers of a unit, by their names in the model
     """
     first = {p: name for name, p in reversed(params.items())}
-    found = {unit.full_name(name): p.detach()
-             for p, name in first.items()}
-    return found | {unit.full_name(name): buffer
-                    for name, buffer in buffers_of(unit.module).items()}
+    tensors = {name: p.detach() for p, name in first.items()} | buffers_of(unit.module)
+    return {unit.full_name(name): tensor for name, tensor in tensors.items()}
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:

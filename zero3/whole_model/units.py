@@ -686,10 +686,7 @@ def _unused(upcoming: list[Unit]) -> Iterator[Unit]:
     """
     #### These units, each followed by those whose parameters it uses, but for those in use
     """
-    for user in upcoming:
-        for unit in (user, *user.externals):
-            if not unit.users:
-                yield unit
+    return (unit for user in upcoming for unit in (user, *user.externals) if not unit.users)
 
 
 def _first(units: Iterable[Unit], most_numel: int) -> list[Unit]:
