@@ -102,7 +102,7 @@ def test_whole_models_are_those_of_hooks_to_the_bit(world_size, names):
     need, and a model of Hugging Face's. Breaks if a traced constant is lost, if a layer that has
     reduced frees what the graph still needs, and if ranks trace what depends on their data.
     Proves I1, `compile`, `CompiledUnit`, `CompiledModel`, `CompiledUnit.forward`, `graphs_of`,
-    `inputs_of`, `gathered`, `save_no_parameters`, `marked_inputs`, `marked_gradients`, `Eager`,
+    `gathered`, `save_no_parameters`, `marked_inputs`, `marked_gradients`, `Eager`,
     `Eager.compile`, `CompiledUnit.leave`, `CompiledUnit.reduce`, `_without_parameters`,
     `_number_units`, `_lower`.
     """

@@ -197,8 +197,8 @@ def movable_bytes(states: ShardStates, optimizer: Zero3Optimizer) -> int:
     """
     ## The bytes of these tensors, when the first step has made the moments
     """
-    tensors = len(optimizer.moments) + (not states.shard_is_master)
-    return tensors * len(states.shard) * states.master_dtype.itemsize
+    return ((len(optimizer.moments) + (not states.shard_is_master))
+            * len(states.shard) * states.master_dtype.itemsize)
 
 
 def leaving(layers: dict[str, Zero3Layer], nbytes: int) -> list[str]:

@@ -271,8 +271,8 @@ def picture(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ()) ->
     """
     lines = [f"{'full':>12}  operation"]
     for node, full in zip(graph.nodes, full_numel(graph, numel, kept), strict=True):
-        is_result = node.target is operator.getitem
-        if node.op == "call_function" and not is_view(node) and not is_result:
+        if (node.op == "call_function" and node.target is not operator.getitem
+                and not is_view(node)):
             lines.append(f"{full:12,}  {_line(node)}")
     return "\n".join(lines)
 

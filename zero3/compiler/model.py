@@ -380,15 +380,13 @@ class CompiledModel(Zero3Model):
         self.expect(not self.comm.stages.same_layers, "cannot be compiled", "whole weights",
                     "parts of them, split over ranks, whose communication no graph has",
                     "use `wrap`")
-        layers: dict[str, Any] = {"root": self.units[0]}
-        layers |= {unit.title: unit for unit in self.units[1:]}
+        layers = {"root" if unit is self.units[0] else unit.title: unit for unit in self.units}
         self.numel = {name: unit.numel for name, unit in layers.items()}
         itemsize = max(flat.full.itemsize for unit in self.units for flat in unit.flats)
         self.bucket_numel = bucket_bytes // itemsize if can_share(self.comm) else 0
         if limit_numel is None:
-            largest_numel = max(unit.numel for unit in self.units[1:])
             # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
-            room_numel = max(2 * largest_numel, 3 * self.bucket_numel)
+            room_numel = max(3 * self.bucket_numel, *(2 * unit.numel for unit in self.units[1:]))
             self.limit_numel = self.numel["root"] + room_numel
         on_cpu = self.units[0].device.type == "cpu"
         if offload_states_bytes and on_cpu:
@@ -400,8 +398,7 @@ class CompiledModel(Zero3Model):
         self.earlier_breaks = Counter(counters["graph_break"])
         self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
         # Dynamo calls it while it traces. Elsewhere it stands for code that is not traced.
-        use: Any = FreedParameter.__torch_function__
-        skip_code(use.__code__)
+        skip_code(FreedParameter.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
         self._compile()
 
     def layers_together(self, places: list[LayerPlace], rest_numel: int
@@ -424,19 +421,15 @@ class CompiledModel(Zero3Model):
         units: Any = self.units
         for unit in units:
             unit.reducer = reducer
+            # Compressed weights change after each step.
+            compressed = [path for path, module in own_modules(unit.module)
+                          if not getattr(module, "is_traceable", True)]
+            self.expect(unit is not self.units[0] or not compressed, "cannot be compiled",
+                        "compressed weights in its layers, which run with hooks then",
+                        f"`{compressed[:1]}` outside of them", "pass its class in "
+                        "`layer_classes`, or use `wrap`")
             # Ranks may compute other parts of a leaf, which would be other graphs.
-            unit.untraceable = (unit.leaf and not self.is_chain) or self._is_compressed(unit)
-
-    def _is_compressed(self, unit: Any) -> bool:
-        """
-        #### Whether a unit computes with compressed weights, which change after each step
-        """
-        found = [path for path, module in own_modules(unit.module)
-                 if not getattr(module, "is_traceable", True)]
-        self.expect(unit is not self.units[0] or not found, "cannot be compiled", "compressed "
-                    "weights in its layers, which run with hooks then", f"`{found[:1]}` outside of "
-                    "them", "pass its class in `layer_classes`, or use `wrap`")
-        return bool(found)
+            unit.untraceable = (unit.leaf and not self.is_chain) or bool(compressed)
 
     def _compile(self) -> None:
         """
@@ -483,11 +476,11 @@ class CompiledModel(Zero3Model):
         """
         #### Refuse a limit that cannot be kept
         """
-        limit = self.order.max_live_numel
         least = max(max(full_numel(graph, self.numel, kept), default=0)
                     for graph, kept in ((graphs.forward, []), (graphs.backward, graphs.kept))
                     if graph is not None)
-        self.expect(limit is None or least <= limit, "cannot be compiled",
+        given = self.order.max_live_numel is not None
+        self.expect(not given or least <= self.limit_numel, "cannot be compiled",
                     f"at most {self.limit_numel:,} full elements, as `limit_numel` says",
                     f"{least:,} at one operation", "raise the limit, or pass smaller layers")
 
@@ -557,8 +550,7 @@ class CompiledModel(Zero3Model):
         """
         lines = [f"rank {self.comm.global_rank}: {len(self.graphs)} graphs, by {self.engine.name}, "
                  f"with at most {self.limit_numel:,} full elements"]
-        for graphs in self.graphs:
-            lines.append(graphs.line(self.numel))
+        lines += [graphs.line(self.numel) for graphs in self.graphs]
         lines += [f"{unit.label} runs with hooks" for unit in self.units if unit.untraceable]
         return "\n".join([*lines, *self.breaks])
 
@@ -621,8 +613,7 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
             ("bucket_bytes", bucket_bytes, 0),
             ("unit_bytes", unit_bytes, 0),
             ("offload_states_bytes", offload_states_bytes, 0)):
-        left_out = value is None and name == "limit_numel"
-        expect(left_out or whole(value, least), f"compile: `{name}`",
+        expect(whole(value, least) or (value is None and name == "limit_numel"), f"compile: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
     for name in options:
         expect(name in _OPTIONS, f"compile: `{name}`", f"one of {sorted(_OPTIONS)}", "another "

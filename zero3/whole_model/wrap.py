@@ -102,8 +102,7 @@ class Zero3Model(StandIn, ShardedModel):
         self._number_units()
         self._limit_live(max_live_numel, prefetch_numel)
         self.mark_persistent_parameters(persist_below_numel)
-        if can_share(self.comm):
-            self.order.bucket_numel = bucket_numel
+        self.order.bucket_numel = bucket_numel if can_share(self.comm) else 0
         self._count_steps()
         connect(self)
         self.known = Known([self])
