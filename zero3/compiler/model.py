@@ -613,8 +613,9 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
             ("bucket_bytes", bucket_bytes, 0),
             ("unit_bytes", unit_bytes, 0),
             ("offload_states_bytes", offload_states_bytes, 0)):
-        expect(whole(value, least) or (value is None and name == "limit_numel"), f"compile: `{name}`",
-               f"a whole number of at least {least}", repr(value), "pass such a number")
+        expect(whole(value, least) or (value is None and name == "limit_numel"),
+               f"compile: `{name}`", f"a whole number of at least {least}", repr(value),
+               "pass such a number")
     for name in options:
         expect(name in _OPTIONS, f"compile: `{name}`", f"one of {sorted(_OPTIONS)}", "another "
                "argument", "leave it out; a graph decides for itself what hooks are told",

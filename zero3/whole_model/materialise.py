@@ -175,8 +175,10 @@ class Source:
 
         * `names` are all names of each tensor, of which the file has one
         """
-        parts = {t: part_of(module, name) for module in modules.values()
-                 for name, t in (*module._parameters.items(), *module._buffers.items())
+        parts = {t: part_of(module, name)
+                 for module in modules.values()
+                 for name, t in (*module._parameters.items(),
+                                 *module._buffers.items())
                  if t is not None and name not in module._non_persistent_buffers_set}
         try:
             for t, part in parts.items():
@@ -184,7 +186,9 @@ class Source:
         except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
             raise ValueError(f"{self.checkpoint}: {error!r}") from error
 
-    def _read_tensor(self, t: torch.Tensor, names: list[str], part: WeightPart | None) -> None:
+    def _read_tensor(self, t: torch.Tensor,
+                     names: list[str],
+                     part: WeightPart | None) -> None:
         """
         #### Read one tensor, which is in the checkpoint under one of these names
         """
@@ -298,7 +302,8 @@ def _tensors_of(unit: Any, params: dict[str, nn.Parameter]) -> dict[str, torch.T
     #### The parameters and persistent buffers of a unit, by their names in the model
     """
     first = {p: name for name, p in reversed(params.items())}
-    tensors = {name: p.detach() for p, name in first.items()} | buffers_of(unit.module)
+    tensors = ({name: p.detach() for p, name in first.items()}
+               | buffers_of(unit.module))
     return {unit.full_name(name): tensor for name, tensor in tensors.items()}
 
 

@@ -172,9 +172,10 @@ class Packed:
         """
         self.comm: Communicator = units[0].comm
         self.listener: Listener = units[0].listener
-        units[0].expect(all(unit.comm is self.comm for unit in units), "cannot be gathered with "
-                        "these", "units of one model", [unit.label for unit in units],
-                        "call `fetch_together` for each model by itself")
+        units[0].expect(
+            all(unit.comm is self.comm for unit in units), "cannot be gathered with these",
+            "units of one model", [unit.label for unit in units],
+            "call `fetch_together` for each model by itself")
         self.label = f"{units[0].label} and {len(units) - 1} more"
         # Ranks announce a checksum of all units, below all numbers of layers.
         numbers = [unit.layer_idx for unit in units]
@@ -184,12 +185,15 @@ class Packed:
         self.columns: list[tuple[torch.Tensor, torch.Tensor]] = []
         flats = [flat for unit in units for flat in unit.flats]
         with self.comm.on(self.comm.fetch_stream):
-            self.buffers = [self._pack([flat for flat in flats if flat.full.dtype == dtype])
-                            for dtype in dict.fromkeys(flat.full.dtype for flat in flats)]
-        pairs = [(buffer, self.comm.rows(buffer)[self.comm.rank]) for buffer in self.buffers]
+            self.buffers = [
+                self._pack([flat for flat in flats if flat.full.dtype == dtype])
+                for dtype in dict.fromkeys(flat.full.dtype for flat in flats)]
+        pairs = [(buffer, self.comm.rows(buffer)[self.comm.rank])
+                 for buffer in self.buffers]
         self.transfer: Transfer | None = self.comm.all_gather(self, pairs, exact=False)
         # Then the host waits for the copies, because an optimizer writes to these shards next.
-        self.transfer.from_cpu = any(flat.shard.device != flat.full.device for flat in flats)
+        self.transfer.from_cpu = any(
+            flat.shard.device != flat.full.device for flat in flats)
         for unit in units:
             unit.come_with(self)
 

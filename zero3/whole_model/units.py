@@ -316,7 +316,8 @@ class Unit(StandIn, Zero3Layer):
         A block may return a view of the root's parameters, because the root frees them last.
         """
         yield self
-        yield from (unit for unit in (*self.inside, *self.externals) if not unit.users - {self})
+        yield from (unit for unit in (*self.inside, *self.externals)
+                    if not unit.users - {self})
 
     def leave(self) -> None:
         """
@@ -612,7 +613,8 @@ class TracedOrder(Alone):
         if missing and self.bucket_numel:
             missing += [unit for unit in _unused(upcoming) if not unit.is_here]
             bucket = _first(missing, self.bucket_numel)
-            while not self._fits([*wanted, *bucket], sum(unit.numel for unit in bucket)):
+            while not self._fits([*wanted, *bucket],
+                                 sum(unit.numel for unit in bucket)):
                 bucket.pop()
             fetch_together(bucket)
         for unit in wanted:
@@ -686,7 +688,9 @@ def _unused(upcoming: list[Unit]) -> Iterator[Unit]:
     """
     #### These units, each followed by those whose parameters it uses, but for those in use
     """
-    return (unit for user in upcoming for unit in (user, *user.externals) if not unit.users)
+    return (unit for user in upcoming
+            for unit in (user, *user.externals)
+            if not unit.users)
 
 
 def _first(units: Iterable[Unit], most_numel: int) -> list[Unit]:

@@ -91,7 +91,8 @@ class Zero3Model(StandIn, ShardedModel):
         wrapping = _Wrapping(self, model, source, shard)
         self.units: list[Unit] = wrapping.units_of(layer_classes, leaf_classes)
         # Units that stand for no module. Here the model finds their shards.
-        self.beside = nn.ModuleList(u for u in self.units if isinstance(u.module, Together))
+        self.beside = nn.ModuleList(
+            unit for unit in self.units if isinstance(unit.module, Together))
         self.sharded_layers = tuple(self.units)
         self.tied = wrapping.tied_by_name()  # parameters with several names, by these
         self.layout = wrapping.layout  # the names of the parameters that a plain module has
@@ -154,8 +155,10 @@ class Zero3Model(StandIn, ShardedModel):
         missed = set(shards)
 
         def count(model: Zero3Model, optimizer: Any, *_) -> None:
-            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            stepped |= {id(states.shard) for states in getattr(optimizer, "shard_states", ())}
+            stepped = {id(p) for group in optimizer.param_groups
+                       for p in group["params"]}
+            stepped |= {id(states.shard)
+                        for states in getattr(optimizer, "shard_states", ())}
             if not shards.isdisjoint(stepped):
                 model.order.steps += 1
                 missed.difference_update(stepped)
@@ -460,7 +463,8 @@ class _Wrapping:
                 units[layer] = self._unit(layer, place.path, place.is_leaf)
             place.parent._modules[place.name] = units[layer]
         # The root keeps its own.
-        self.owners = {p: unit for p, unit in self.owners.items() if unit is not None}
+        self.owners = {p: unit for p, unit in self.owners.items()
+                       if unit is not None}
         root = self._unit(self.model, "", leaf=False)
         for tied, user, module, name in self.tied:
             vars(module)[name] = self.made.get(tied, tied)
@@ -498,8 +502,10 @@ class _Wrapping:
             # The streams of a communicator are those of its parameters' device.
             self.owner.comm = unit.comm
         self.made |= made
-        self.owners |= dict.fromkeys([*made, *(slot.param for slot in unit.slots())], unit)
-        self.tied += [(param, unit, m, name) for param, m, name in ties]
+        self.owners |= dict.fromkeys(
+            [*made, *(slot.param for slot in unit.slots())], unit)
+        self.tied += [(param, unit, m, name)
+                      for param, m, name in ties]
         return unit
 
     def _untie(self, modules: dict[str, Any]) -> list[tuple]:
@@ -522,8 +528,10 @@ class _Wrapping:
         """
         ### The parameters that have several names, by each of them
         """
-        return {name: self.made.get(t, t) for t, names in self.names.items()
-                if len(names) > 1 and isinstance(t, nn.Parameter) for name in names}
+        return {name: self.made.get(t, t)
+                for t, names in self.names.items()
+                if len(names) > 1 and isinstance(t, nn.Parameter)
+                for name in names}
 
 
 def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
@@ -559,8 +567,10 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     return ids
 
 
-def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tuple[type, ...]
-            ) -> Iterator[LayerPlace]:
+def _places(module: nn.Module,
+            path: str,
+            layers: tuple[type, ...],
+            leaves: tuple[type, ...]) -> Iterator[LayerPlace]:
     """
     #### Where units will stand
     """
