@@ -663,8 +663,7 @@ def test_any_chain_computes_the_same_within_any_limit(chain, numels, room, bucke
     Random chains, in which a layer may come twice, with any limit from the least possible upwards.
     A layer is NaN before its wait and after its release. What is full, counted while the graph
     runs, is what was counted before, and never more than the limit.
-    Proves `improve`, `graph.linked`, `full_numel`, `gather`, `wait`, `release`, `collect`,
-    `reduce`, `graph.finish`, `graph.Operation`.
+    Proves `improve`, `graph.linked`, `full_numel`, `graph.Operation`.
     """
     sizes = {name: numel for name, numel in zip("abcde", numels, strict=True) if name in chain}
     least = max(max(full_numel(insert(graph), sizes)) for graph in chain_graphs(chain))

@@ -649,7 +649,7 @@ def test_compiled_models_have_the_same_bits_with_their_activations_in_files(tmp_
     Graphs that end early, layers that Dynamo cannot trace, tied weights, recomputation, a graph
     that goes backward twice, frozen layers, `full_params`. Breaks if a tensor is
     loaded for another one, or if a layer that runs with hooks gets a token.
-    Proves I1, `compile`, `move_activations`, `put_away`, `bring`, `CompiledUnit.put_away`,
+    Proves I1, `compile`, `move_activations`, `CompiledUnit.put_away`,
     `CompiledUnit.bring`.
     """
     names = ("chain", "breaks", "untraceable", "recurrent", "checkpoints")

@@ -103,7 +103,8 @@ def test_no_option_changes_the_numbers(case):
     """
     Whatever is fetched ahead or stays. A persistent unit that is not gathered again after a step
     would train on the weights from before.
-    Proves I1, I7, `Unit.fetch_params`, `Unit._backup_grads`, `TracedOrder`,
+    Proves I1, I7, `Unit.fetch_params`, `Unit._backup_grads`, `Unit.choose_receive_buffers`,
+    `TracedOrder`,
     `Zero3Model.mark_persistent_parameters`.
     """
     names = [name for name in WHOLES if name not in NEARLY]
@@ -424,7 +425,8 @@ def one_shard():
 def test_a_tied_parameter_has_one_shard():
     """
     Within the root, between two units, and between a unit and the root.
-    Proves `Zero3Model.full_params`, `_Wrapping.tied_by_name`, `_Wrapping._untie`,
+    Proves `Zero3Model.full_params`, `_Wrapping.__init__`, `_Wrapping.tied_by_name`,
+    `_Wrapping._untie`,
     `Zero3Model.named_layers`, `ShardedModel.named_layers`.
     """
     numel = sum(p.numel() for p in Tied().parameters())
