@@ -181,7 +181,7 @@ def test_chapters_combine_as_the_table_says(names, tmp_path):
 def test_weights_outside_of_layers_are_not_compressed_and_compiled():
     """
     They would be in every graph, with the threshold of the first step.
-    Proves `CompiledModel._is_compressed`.
+    Proves `CompiledModel._number_units`.
     """
     plain = nn.ModuleList(layers())
     compress(plain, RULES)

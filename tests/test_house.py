@@ -47,9 +47,9 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 950, "beside": 469, "checkpoint": 1433, "comm": 961, "compiler": 1116, "compression":
+MOST = {"": 950, "beside": 469, "checkpoint": 1433, "comm": 961, "compiler": 960, "compression":
         896, "estimate": 769, "guards": 557, "inject": 756, "offload": 919, "optimizer": 1356,
-        "pipeline": 937, "train": 963, "whole_model": 976}
+        "pipeline": 937, "train": 963, "whole_model": 860}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1499
 MOST_ANY = 290

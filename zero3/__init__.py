@@ -169,7 +169,6 @@ _PUBLIC = {
     "Zero3Model": "whole_model.wrap",
     "wrap": "whole_model.wrap",
     "compile": "compiler.model",
-    "Deferred": "whole_model.materialise",
     "save": "checkpoint.save_load",
     "load": "checkpoint.save_load",
 }

@@ -259,7 +259,7 @@ class Fake:
         self.whole, self.gathered, self.packed, self.grad = None, False, None, None
         self.reduced = self.most = 0
 
-    def gather(self, others):
+    def gather(self, *others):
         group = [self, *others]
         for layer in group:
             assert not layer.gathered, f"{layer.name} is gathered twice"
@@ -273,14 +273,14 @@ class Fake:
 
     def wait(self):
         assert self.gathered, f"{self.name} is not gathered"
-        if self.whole is None:
-            self.whole = [self.value.clone()]
-        self.count()
         if self.packed:
-            group, self.packed = self.packed, None
-            if group[-1] is self:
-                for layer in group:
-                    assert layer.packed is None, f"{layer.name} has not taken its weight"
+            # All of them are there twice, until the packed buffer is freed.
+            group = self.packed
+            for layer in group:
+                layer.whole = [layer.value.clone()]
+            self.count()
+            for layer in group:
+                layer.packed = None
         return self.whole
 
     def release(self):
@@ -291,12 +291,12 @@ class Fake:
         assert place == 0 and self.grad is None
         self.grad = grad
 
-    def begin_reduce(self, others):
+    def begin_reduce(self, *others):
         for layer in (self, *others):
             assert layer.grad is not None and not layer.gathered
             layer.reduced = "in flight"
 
-    def finish_reduce(self):
+    def finish_reduce(self, *others):
         for layer in self.layers.values():
             if layer.reduced == "in flight":
                 layer.reduced = 1

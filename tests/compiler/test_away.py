@@ -224,8 +224,8 @@ def test_training_with_states_away_is_training_without_to_the_bit(ranks, dtype, 
     between, a look at the states and a load while they are away, an exception in backward, and
     micro-batches. Breaks if a step does not bring the states back first.
     Proves I1, `StatesAway.offload`, `StatesAway.vacate`, `StatesAway.reload`, `StatesAway.back`,
-    `away.Part`, `away.movable`, `optimizer_on_device`, `graph.offload`, `graph.vacate`,
-    `graph.reload`, `ShardStates.bring_back`, `ShardStates.put_master`, `ShardStates.master`.
+    `away.Part`, `away.movable`, `optimizer_on_device`, `graph.Operation`, `ShardStates.bring_back`,
+    `ShardStates.put_master`, `ShardStates.master`.
     """
     if backend == "inductor" and Inductor.missing(torch.device("cpu")):
         pytest.skip("needs a C++ compiler")
@@ -478,18 +478,16 @@ def races(nbytes, mistake=""):
     lost = {"vacate": StatesAway.vacate, "back": StatesAway.back}
 
     def forgets(self):
-        if self.copied is not None:
+        for part in self.parts:
             # Nobody waits for an event that was never recorded.
-            self.copied = self.layer.comm.event()
+            part.copy.event = self.layer.comm.event()
         lost[mistake](self)
 
     traced(*SHAPE)
     with Accelerator() as device:
         planted = mock.patch.object(StatesAway, mistake, forgets) if mistake else mock.MagicMock()
         with planted:
-            model, optimizer, _ = on_device(device, SHAPE, nbytes)
-        for unit in model.units:
-            device.name(unit.away.memory, "away")
+            _, optimizer, _ = on_device(device, SHAPE, nbytes)
         copies = [op for op in device.log if "copy_" in op.what]
         weights = [states.master.clone() for states in optimizer.shard_states]
     return [each.tolist() for each in weights], device.problems, device.waits, len(copies)
@@ -523,16 +521,13 @@ def test_a_copy_to_cpu_memory_overlaps_forward():
     with Accelerator() as device:
         model, optimizer, _ = on_device(device, SHAPE, ALL)
         last = model.units[-1].away
-        last.offload()
-        last.back()
-        device.name(last.memory, "away")
         at = len(device.log)
         last.offload()
         products = torch.ones(8, 8) @ torch.ones(8, 8)
         last.vacate()
         after = products + 1
         log = device.log[at:]
-        copied = [op for op in log if "away" in op.names][-1]
+        copied = [op for op in log if "copy_" in op.what][-1]
         (product,) = [op for op in log if op.what == "mm"]
         (later,) = [op for op in log if op.what == "add"]
         assert not before(copied, product) and not before(product, copied)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import run
 from tests.wholes import build, tokens
-from zero3 import Deferred, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.comm.collectives import Communicator
 from zero3.estimate.ledger import Ledger
 from zero3.whole_model.units import Unit
@@ -431,7 +431,7 @@ def test_a_module_sees_its_parameters_while_it_computes():
 def test_a_model_of_hugging_face_knows_its_device_and_data_type():
     """
     Outside of forward, inside, and while it generates.
-    Proves `Contents.__enter__`, `Zero3Model.generate`, `Unit.read`.
+    Proves `Contents.__enter__`, `Zero3Model.generate`, `Unit._read`.
     """
     transformers = pytest.importorskip("transformers", reason="Hugging Face's library is not there")
     config = transformers.GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=2, n_head=2)
@@ -586,29 +586,6 @@ def test_a_rank_that_waits_in_vain_says_to_look_for_the_first_error(tmp_path):
     for said in said_to_1:
         assert said.startswith("rank 1: another rank has ended, or does something else.")
         assert "the first error on the other ranks" in said
-
-
-def make_on_one_rank():
-    """Layers that cannot be made on rank 1; what each rank is told, and the cause on rank 1."""
-    def factory():
-        if dist.get_rank():
-            raise ValueError("no such width")
-        return nn.Linear(4, 4)
-
-    with pytest.raises(RuntimeError) as error:
-        wrap(nn.Sequential(Deferred(factory)), nn.Linear)
-    return str(error.value), repr(error.value.__cause__)
-
-
-def test_a_layer_that_one_rank_cannot_make_is_an_error_on_all():
-    """
-    Breaks where the rank that raises leaves the others to find out by themselves.
-    Proves I6, `Source.make`.
-    """
-    for rank, (said, cause) in enumerate(run(make_on_one_rank, 2)):
-        assert said.startswith(f"rank {rank}: the model cannot make `0`.")
-        assert "ValueError('no such width'), on rank 1" in said
-        assert cause == ("ValueError('no such width')" if rank else "None")
 
 
 # ------------------------------------------------------------------------------------ what follows

@@ -650,7 +650,7 @@ def test_compiled_models_have_the_same_bits_with_their_activations_in_files(tmp_
     Graphs that end early, layers that Dynamo cannot trace, tied weights, recomputation, a graph
     that goes backward twice, frozen layers, `full_params`. Breaks if a tensor is
     loaded for another one, or if a layer that runs with hooks gets a token.
-    Proves I1, `compile`, `move_activations`, `put_away`, `bring`, `CompiledUnit.put_away`,
+    Proves I1, `compile`, `move_activations`, `CompiledUnit.put_away`,
     `CompiledUnit.bring`.
     """
     names = ("chain", "breaks", "untraceable", "recurrent", "checkpoints")
@@ -669,7 +669,7 @@ def test_the_ledger_of_a_compiled_model_counts_what_the_formula_says(backend, tm
     in forward, and in backward with the room in which a read finds the beginning of a block. The
     gradients are those of the graphs without files. Breaks if a tensor leaves with the layer that
     makes it, and not with the one that reads it last.
-    Proves `move_activations`, `_waits`, `_bring`, `CompiledUnit.put_away`.
+    Proves `move_activations`, `_wait_before`, `_bring`, `CompiledUnit.put_away`.
     """
     plain = compiled(None, backend)
     plain(batch()).square().mean().backward()

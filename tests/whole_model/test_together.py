@@ -98,7 +98,7 @@ def test_sharing_changes_no_bit(world_size, names, options, native):
     Whatever the model does, on one, two and three ranks, by messages and by collectives: the
     numbers are those of plain PyTorch, and the bits those of units that are gathered one by one.
     Breaks if a unit takes columns of another one, or is not packed anew after a step.
-    Proves I1, `fetch_together`, `Packed.take`, `Packed._pack`, `Unit.come_with`, `Unit.refresh`.
+    Proves I1, `fetch_together`, `Packed.wait`, `Packed._pack`, `Unit.come_with`, `Unit.refresh`.
     """
     options = {"bucket_numel": ALL, **options}
     for found in run(train_both_ways, world_size, names, options, native):
@@ -132,7 +132,7 @@ def test_shards_of_every_tier_are_packed(tier, tmp_path):
     """
     In memory, encoded, and in files, which have fewer buffers than a bucket has units. Breaks if a
     shard is not released before the next but one is read.
-    Proves I8, `Packed.start`, `Packed._pack`.
+    Proves I8, `Packed.__init__`, `Packed._pack`.
     """
     for found in run(train_from, 2, tier, str(tmp_path)):
         assert all(found.values()), found
@@ -172,7 +172,7 @@ def test_the_number_of_collectives_follows_the_formula(ranks):
     L - 1. Each rank sends the same bytes, and announces fewer transfers.
     Breaks if the root, which has no parameters here, keeps a reducer of its own: then each backward
     pass is taken for several, and no unit is gathered ahead.
-    Proves I4, `TracedOrder._bucket`, `TracedOrder._fetch_all`, `Zero3Optimizer.backward`,
+    Proves I4, `units._first`, `TracedOrder._fetch_all`, `Zero3Optimizer.backward`,
     `Packed`.
     """
     count = 7
@@ -201,19 +201,20 @@ class Probe:
         for unit in model.units:
             unit.listener = self
 
-    def record(self, sender, event, *args, **kwargs):
+    def record(self, sender, event, nbytes=0, *args, **kwargs):
         full_bytes = sum(flat.full.untyped_storage().nbytes() for unit in self.model.units
                          for flat in unit.flats if unit.is_fetched)
         packed = {id(buffer): buffer.untyped_storage().nbytes() for unit in self.model.units
                   if unit.packed for buffer in unit.packed.buffers}
         self.most = max(self.most, (full_bytes + sum(packed.values())) // 8)
-        self.shared += event == "unpacked"
+        if event == "unpacked":
+            self.shared += nbytes
         limit = self.model.order.max_live_numel
         assert limit is None or self.model.order.live_numel() <= limit
 
 
 def live(name, most, **options):
-    """The most elements that were full, units that shared, how far off, and each unit's elements"""
+    """The most elements that were full, bytes that were shared, how far off, and units' elements"""
     plain, model = build(name, max_live_numel=most, bucket_numel=ALL, **options)
     probe = Probe(model)
     pair = optimizers(plain, model)
@@ -245,7 +246,7 @@ def test_packed_buffers_count_as_live(name):
     nothing fits together, and nothing is shared. Breaks if a packed buffer is not counted, or keeps
     a wanted unit out.
     Proves I3, `TracedOrder.live_numel`, `TracedOrder._fits`, `TracedOrder._make_room`,
-    `Packed.numel`, `Unit.held_tensors`.
+    `Unit.packed`, `Unit.held_tensors`.
     """
     sizes = run(live, 2, name, None)[0][3]
     least = sum(sizes[each] for each in LEAST[name])
@@ -269,15 +270,15 @@ def peak_of(count, together):
     return probe.most, left_bytes - grads
 
 
-def test_two_buckets_and_a_unit_are_the_most():
+def test_a_bucket_that_is_there_twice_is_the_most():
     """
-    The last unit of a bucket takes its parameters when the next bucket is on its way: 2 k + 1
-    units. After a step nothing is left.
-    Proves I2, I3, `Packed.take`, `fetch_together`.
+    When the first unit of a bucket takes the parameters of all, the bucket before is free: 2 k
+    units. After a step nothing is left. Breaks if the packed buffer outlives that.
+    Proves I2, I3, `Packed.wait`, `fetch_together`.
     """
     for together in (2, 3):
         for peak, left_bytes in run(peak_of, 2, 3 * together, together):
-            assert peak == (2 * together + 1) * NUMEL and left_bytes == 0
+            assert peak == 2 * together * NUMEL and left_bytes == 0
 
 
 def persistent_gathers():
@@ -297,7 +298,7 @@ def persistent_gathers():
 def test_persistent_units_are_gathered_again_together():
     """
     Once in a step, all of them by one all-gather, as soon as their order is known.
-    Proves `Unit.refresh`, `TracedOrder._bucket`.
+    Proves `Unit.refresh`, `TracedOrder._fetch_all`.
     """
     assert run(persistent_gathers, 2) == [[5, 1, 1]] * 2
 
@@ -334,9 +335,9 @@ def test_a_unit_may_be_released_without_having_computed():
     """
     Another caller may gather units together, and free them again. The bytes of the events are those
     of the packed buffer; those that a unit has are freed with it. Breaks if the packed buffer
-    outlives its last unit.
-    Proves I2, `fetch_together`, `can_share`, `together.Part`, `Part.wait`, `Packed.take`,
-    `Unit.is_here`, `Packed.start`.
+    outlives its first unit.
+    Proves I2, `fetch_together`, `can_share`, `Packed.wait`, `Unit.is_here`, `Packed.__init__`,
+    `Unit.packed`.
     """
     for facts, sizes, fetched, freed in run(fetched_by_hand, 2):
         assert facts == [[True] * 4, [True] * 3 + [False], 0, True, 0]
@@ -503,7 +504,7 @@ def test_no_stream_uses_a_packed_buffer_too_early(tier, tmp_path):
     """
     On an accelerator the fetch stream packs, after the optimizer has written; the compute stream
     unpacks, after the all-gather; and the host writes to a shard in CPU memory after the copy.
-    Proves I9, `Packed.start`, `Packed._pack`, `Packed.take`.
+    Proves I9, `Packed.__init__`, `Packed._pack`, `Packed.wait`.
     """
     for checks, problems in run(race, 2, tier, str(tmp_path)):
         assert checks > 200 and not problems, problems

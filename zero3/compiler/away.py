@@ -50,9 +50,9 @@ offloading ([paper](https://arxiv.org/abs/2504.09983)) with a number of bytes fr
 
 **Not covered, and what that costs**: the user has to find the number of bytes. If a copy takes
 longer than the layers that it overlaps, the device waits for it at `vacate`. Each micro-batch moves
-the states once more. The CPU memory is kept until the model is dropped, because pinned memory is
-slow to get; a `Ledger` does not count it. A tensor of `optimizer.state` that the caller has kept
-goes on taking device memory, and is no longer the optimizer's.
+the states once more. The CPU memory is torch's pinned memory, which torch rounds up to a power of
+two and keeps for later; a `Ledger` does not count it. A tensor of `optimizer.state` that the caller
+has kept goes on taking device memory, and is no longer the optimizer's.
 """
 
 from collections.abc import Callable, Iterator
@@ -63,7 +63,7 @@ from typing import Any
 import torch
 
 from zero3.layer import Zero3Layer
-from zero3.offload.memory import pinned
+from zero3.offload.copies import Copy
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.optimizer.states import ShardStates
 
@@ -78,8 +78,6 @@ class StatesAway:
         # The last operation: "offload", "vacate" or "reload"; "" while the states are at home.
         self.phase = ""
         self.parts: list[Part] = []  # none while they are at home
-        self.copied: Any = None  # the event after the last copy
-        self.memory = torch.empty(0, dtype=torch.uint8)  # pinned, kept from step to step
 
     def offload(self) -> None:
         """
@@ -87,36 +85,36 @@ class StatesAway:
         """
         # They may still be away, because backward never came.
         self.back()
-        self.parts = self._find_parts()
+        optimizer = optimizer_on_device(self.layer)
+        if optimizer is None:
+            return
+        for states in optimizer.shard_states:
+            if states.layer is self.layer:
+                states.away = self.back
+                self.parts += [Part(here, put, Copy(self.layer, here.view(torch.uint8), None))
+                               for here, put in movable(states, optimizer)]
         if self.parts:
-            self._copy(self.layer.comm.backup_stream,
-                       [(part.there, part.here) for part in self.parts])
             self._enter("offload")
 
     def vacate(self) -> None:
         """
         ### Free the memory of the states on the device, once they are copied
         """
-        if self.phase != "offload":
-            return
-        self.layer.comm.current_stream().wait_event(self.copied)
-        for part in self.parts:
-            part.here = part.here.new_empty(0)
-            part.put(part.here)
-        self._enter("vacate")
+        if self.phase == "offload":
+            for part in self.parts:
+                part.copy.left()
+                part.here = part.here.new_empty(0)
+                part.put(part.here)
+            self._enter("vacate")
 
     def reload(self) -> None:
         """
         ### Start to copy the states back to the device
         """
-        if self.phase != "vacate":
-            return
-        for part in self.parts:
-            # For the compute stream, which had the memory until now.
-            part.here = torch.empty_like(part.there, device=self.layer.device)
-        self._copy(self.layer.comm.fetch_stream,
-                   [(part.here, part.there) for part in self.parts])
-        self._enter("reload")
+        if self.phase == "vacate":
+            for part in self.parts:
+                part.copy.come()
+            self._enter("reload")
 
     # The optimizer trains with these tensors, also if somebody looks at them in inference mode.
     @torch.inference_mode(False)
@@ -127,66 +125,29 @@ class StatesAway:
         `ShardStates` calls it before anybody reads or writes its states.
         """
         self.reload()
-        if not self.phase:
-            return
-        self.layer.comm.current_stream().wait_event(self.copied)
-        if self.phase == "reload":
-            for part in self.parts:
-                part.put(part.here)
+        for part in self.parts:
+            if self.phase == "reload":
+                part.put(part.copy.arrived().view(part.here.dtype))
+            else:
+                part.copy.left()
         self.phase = ""
         self.parts = []
 
-    def held_tensors(self) -> Iterator[torch.Tensor]:
+    def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
         ### The states that are on their way back, for a `Ledger`
 
         While they leave, the optimizer still has them.
         """
         for part in self.parts:
-            yield part.here
-
-    def _find_parts(self) -> "list[Part]":
-        """
-        #### The states that can leave, each with its place in CPU memory
-        """
-        optimizer = optimizer_on_device(self.layer)
-        if optimizer is None:
-            return []
-        found = []
-        nbytes = 0
-        for states in optimizer.shard_states:
-            if states.layer is self.layer:
-                states.away = self.back
-                found += [*movable(states, optimizer)]
-                nbytes += movable_bytes(states, optimizer)
-        if len(self.memory) < nbytes:
-            device = self.layer.device
-            # A CPU copies from any memory.
-            self.memory = (torch.empty(nbytes, dtype=torch.uint8) if device.type == "cpu"
-                           else pinned(device, nbytes))
-        # Wide elements first, so each tensor begins at a multiple of its element's size.
-        found.sort(key=lambda each: -each[0].itemsize)
-        sizes = [here.nbytes for here, _ in found]
-        places = self.memory[: sum(sizes)].split(sizes)
-        return [Part(here, place.view(here.dtype), put)
-                for (here, put), place in zip(found, places, strict=True)]
-
-    def _copy(self, stream: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """
-        #### Start copies on a stream, after it has waited for the compute stream
-        """
-        with self.layer.comm.on(stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            self.copied = self.layer.comm.event()
-            self.copied.record()
+            yield part.copy.near
 
     def _enter(self, phase: str) -> None:
         """
         #### Enter a phase, and tell the listener
         """
         self.phase = phase
-        nbytes = sum(part.there.nbytes for part in self.parts)
+        nbytes = sum(part.copy.nbytes for part in self.parts)
         self.layer.listener.record(self.layer, phase, nbytes,
                                    tier="cpu" if phase == "offload" else "device")
 
@@ -198,8 +159,8 @@ class Part:
     """
 
     here: torch.Tensor  # (n,) on the device; without elements while it is away
-    there: torch.Tensor  # (n,) in pinned CPU memory
     put: Callable[[torch.Tensor], None]  # gives the optimizer a tensor in its place
+    copy: Copy  # in pinned CPU memory
 
 
 # ------------------------------------------------------------------------- the states of a layer
@@ -236,8 +197,8 @@ def movable_bytes(states: ShardStates, optimizer: Zero3Optimizer) -> int:
     """
     ## The bytes of these tensors, when the first step has made the moments
     """
-    copies = len(optimizer.moments) + (not states.shard_is_master)
-    return copies * len(states.shard) * states.master_dtype.itemsize
+    return ((len(optimizer.moments) + (not states.shard_is_master))
+            * len(states.shard) * states.master_dtype.itemsize)
 
 
 def leaving(layers: dict[str, Zero3Layer], nbytes: int) -> list[str]:

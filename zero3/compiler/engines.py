@@ -37,7 +37,16 @@ from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.symbolic_shapes import free_symbols, is_symbol_binding_fx_node
 
-from zero3.compiler.graph import DELAYABLE, OPERATIONS, copied, is_view, linked, wait
+from zero3.compiler.graph import (
+    DELAYABLE,
+    OPERATIONS,
+    copied,
+    find,
+    insert_after,
+    is_view,
+    linked,
+    wait,
+)
 
 
 class Eager:
@@ -94,7 +103,7 @@ class Inductor(Eager):
         self.inductor = compile_fx
         self.decompositions = select_decomp_table()
         self.partition = compile_fx.partition_fn
-        self.compiled: dict[str, Region] = {}
+        self.compiled: dict[str, Callable] = {}
 
     def compile(self, graph: fx.Graph) -> Callable:
         """
@@ -137,21 +146,21 @@ class Inductor(Eager):
         inputs = [*dict.fromkeys((*_sizes(graph, [*inputs, *region]), *inputs))]
         results = [node for node in region if not inside.issuperset(node.users)]
         region_graph = alone(region, inputs, results)
-        _delay(graph, region)
-        with graph.inserting_after(region[-1]):
-            call = graph.call_function(self._compiled(region_graph), tuple(inputs))
-        at = call
-        for i, node in enumerate(results):
-            with graph.inserting_after(at):
-                at = graph.call_function(operator.getitem, (call, i))
-            at.meta = node.meta
-            node.replace_all_uses_with(at)
+        call = insert_after(region[-1], self._compiled(region_graph), *inputs)
+        for node in reversed(find(graph, *DELAYABLE)):
+            # Those that stand inside follow behind it, in their order.
+            if region[0] < node < call:
+                call.append(node)
+        for i, node in reversed([*enumerate(results)]):
+            result = insert_after(call, operator.getitem, call, i)
+            result.meta = node.meta
+            node.replace_all_uses_with(result)
         for node in reversed(region):
             graph.erase_node(node)
 
-    def _compiled(self, graph: fx.Graph) -> "Region":
+    def _compiled(self, graph: fx.Graph) -> Callable:
         """
-        #### The function of a region; equal regions share one
+        #### The function of a region, which takes and returns tensors; equal regions share one
         """
         examples = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
         key = f"{graph} {[_shape(example) for example in examples]}"
@@ -160,23 +169,13 @@ class Inductor(Eager):
             # Inductor notes the results' strides there.
             with tracing(TracingContext(detect_fake_mode(examples))):
                 run = self.inductor.compile_fx_inner(module, examples)
-            self.compiled[key] = Region(f"region_{len(self.compiled)}", run)
+
+            def region(*inputs: Any) -> Any:
+                return run([*inputs])
+
+            region.__name__ = f"region_{len(self.compiled)}"
+            self.compiled[key] = region
         return self.compiled[key]
-
-
-class Region:
-    """
-    ## A compiled region, which takes and returns tensors
-    """
-
-    __module__ = "zero3.compiler.engines"
-
-    def __init__(self, name: str, run: Callable):
-        self.__name__ = name
-        self.run = run
-
-    def __call__(self, *inputs: Any) -> Any:
-        return self.run([*inputs])
 
 
 def regions_of(graph: fx.Graph) -> list[list[fx.Node]]:
@@ -229,18 +228,6 @@ def _sizes(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
     """
     symbols = free_symbols([node.meta.get("val") for node in nodes])
     return [node for node in graph.nodes if is_symbol_binding_fx_node(node) in symbols]
-
-
-def _delay(graph: fx.Graph, region: list[fx.Node]) -> None:
-    """
-    #### Move the operations that stand inside a region behind it, in their order
-    """
-    nodes = [*graph.nodes]
-    last = region[-1]
-    span = nodes[nodes.index(region[0]) : nodes.index(last)]
-    for node in reversed(span):
-        if node.target in DELAYABLE:
-            last.append(node)
 
 
 def _shape(example: Any) -> str:

@@ -39,7 +39,7 @@ P_\ell \;\le\; \text{limit} \qquad \text{for each operation } t$$
 | `h = bring(a, t)` | the activation again | |
 
 Layers that share an all-gather arrive in a packed buffer, as large as all of them (see
-`together.py`). So `wait` of such a layer takes memory, too.
+`together.py`). The first `wait` for one of them takes memory for all, and frees the buffer.
 
 **Run this**: `python -m zero3.compiler` prints the graphs of a small model after each pass.
 
@@ -49,39 +49,13 @@ gets another graph, which is traced when that happens.
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
-from zero3.compiler.away import StatesAway
-
-
-class GraphLayer(Protocol):
-    """
-    ## A layer, as far as a graph has to know it
-    """
-
-    away: StatesAway
-
-    def gather(self, others: list["GraphLayer"]) -> None: ...
-    def wait(self) -> list[torch.Tensor]: ...
-    def release(self) -> None: ...
-    def collect(self, place: int, grad: torch.Tensor) -> None: ...
-    def begin_reduce(self, others: list["GraphLayer"]) -> None: ...
-    def finish_reduce(self) -> None: ...
-    def shard_versions(self) -> tuple[int, ...]: ...
-    def refuse_old(self, versions: list[int]) -> None: ...
-    def put_away(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def bring(self, token: torch.Tensor) -> torch.Tensor: ...
-
-
 # ---------------------------------------------------------------------------------- operations
-
-# How a graph that runs refers to a layer: weakly, because the compiler keeps its graphs when the
-# model is gone.
-Reference = Callable[[], GraphLayer]
 
 
 def parameter(layer: str, place: int) -> torch.Tensor:
@@ -95,63 +69,51 @@ def parameter(layer: str, place: int) -> torch.Tensor:
     raise AssertionError(f"parameter {place} of {layer} was not gathered")
 
 
-def gather(*layers: Reference) -> None:
+class Operation:
     """
-    ## Start one all-gather for some layers
+    ## An operation on a layer: it calls a method of the layer
 
-    All ranks call it.
+    A graph that is printed has names of layers among the arguments. A graph that runs has weak
+    references in their places, because the compiler keeps its graphs when the model is gone.
     """
-    first, *others = [layer() for layer in layers]
-    first.gather(others)
+
+    __module__ = "zero3.compiler.graph"
+
+    def __init__(self, name: str, method: str = ""):
+        self.__name__ = name
+        self.method = operator.attrgetter(method or name)
+
+    def __call__(self, *args: Any) -> Any:
+        layer, *others = [arg() if isinstance(arg, weakref.ref) else arg for arg in args]
+        return self.method(layer)(*others)
 
 
-def wait(layer: Reference) -> list[torch.Tensor]:
-    """
-    ## Wait for the all-gather of a layer, and return its parameters
-    """
-    return layer().wait()
+# The table at the head of this file says what they do. All ranks call `gather` and `reduce`.
+gather = Operation("gather")
+wait = Operation("wait")
+release = Operation("release")
+collect = Operation("collect")
+reduce = Operation("reduce", "begin_reduce")
+finish = Operation("finish", "finish_reduce")
+offload = Operation("offload", "away.offload")
+vacate = Operation("vacate", "away.vacate")
+reload = Operation("reload", "away.reload")
+# Its token is what autograd saves: `(0,)`, CPU.
+put_away = Operation("put_away")
+bring = Operation("bring")
 
 
-def release(layer: Reference) -> None:
-    """
-    ## Free the full parameters of a layer
-    """
-    layer().release()
-
-
-def collect(layer: Reference, place: int, grad: torch.Tensor) -> None:
-    """
-    ## Add the gradient of one parameter to the layer's flat gradient
-    """
-    layer().collect(place, grad)
-
-
-def reduce(*layers: Reference) -> None:
-    """
-    ## Start one reduce-scatter for the flat gradients of some layers
-
-    All ranks call it.
-    """
-    first, *others = [layer() for layer in layers]
-    first.begin_reduce(others)
-
-
-def finish(*layers: Reference) -> None:
-    """
-    ## Wait for the reduce-scatter of some layers
-    """
-    layers[0]().finish_reduce()
-
-
-def remember(*layers: Reference) -> torch.Tensor:
+def remember(*layers: Any) -> torch.Tensor:
     """
     ## How often the shards have been written to, for the backward pass: int64, CPU
+
+    * `layers` are weak references
     """
     counts = [count for layer in layers for count in layer().shard_versions()]
     return torch.tensor(counts, dtype=torch.int64)
 
 
-def refuse_old(versions: torch.Tensor, *layers: Reference) -> None:
+def refuse_old(versions: torch.Tensor, *layers: Any) -> None:
     """
     ## Refuse to go backward if the shards have been written to since forward
 
@@ -162,43 +124,6 @@ def refuse_old(versions: torch.Tensor, *layers: Reference) -> None:
     counts = iter(versions.tolist())
     for layer in layers:
         layer().refuse_old([next(counts) for _ in layer().shard_versions()])
-
-
-def offload(layer: Reference) -> None:
-    """
-    ## Start to copy the optimizer states of a layer to CPU memory
-    """
-    layer().away.offload()
-
-
-def vacate(layer: Reference) -> None:
-    """
-    ## Wait for that copy, and free the memory of the states on the device
-    """
-    layer().away.vacate()
-
-
-def reload(layer: Reference) -> None:
-    """
-    ## Start to copy the optimizer states of a layer back to the device
-    """
-    layer().away.reload()
-
-
-def put_away(layer: Reference, tensor: torch.Tensor) -> torch.Tensor:
-    """
-    ## Have an activation leave when the next layer computes
-
-    Returns a token for autograd to save: `(0,)`, CPU.
-    """
-    return layer().put_away(tensor)
-
-
-def bring(layer: Reference, token: torch.Tensor) -> torch.Tensor:
-    """
-    ## The activation of a token, which may have to come back first
-    """
-    return layer().bring(token)
 
 
 OPERATIONS = (parameter, gather, wait, release, collect, reduce, finish, remember, refuse_old,
@@ -214,9 +139,7 @@ def layers_of(node: fx.Node) -> list[str]:
     """
     ## The names of the layers that an operation is about
     """
-    if node.target not in OPERATIONS:
-        return []
-    return [arg for arg in node.args if isinstance(arg, str)]
+    return [arg for arg in node.args if node.target in OPERATIONS and isinstance(arg, str)]
 
 
 def find(graph: fx.Graph, *kinds: Any) -> list[fx.Node]:
@@ -235,6 +158,22 @@ def copied(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         copies[node] = new.node_copy(node, lambda n: copies[n])
     return new
+
+
+def insert_before(place: fx.Node, target: Callable, *args: Any) -> fx.Node:
+    """
+    ## Insert an operation before another one
+    """
+    with place.graph.inserting_before(place):
+        return place.graph.call_function(target, args)
+
+
+def insert_after(place: fx.Node, target: Callable, *args: Any) -> fx.Node:
+    """
+    ## Insert an operation after another one
+    """
+    with place.graph.inserting_after(place):
+        return place.graph.call_function(target, args)
 
 
 # Operations that return views, and whose declarations do not say so.
@@ -275,31 +214,32 @@ def full_numel(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ())
     * `numel` is what each layer has in full, with padding
     * `kept` are the layers that are whole before the first operation
 
-    A packed buffer counts from its `gather` to the last `wait`.
+    A packed buffer counts from its `gather` to the first `wait` for one of its layers, and that
+    takes memory for all of them.
     """
     whole = set(kept)
     full = sum(numel[layer] for layer in whole)
-    # The elements of each packed buffer, by the layer that is the last one to wait for it.
-    packed: dict[str, int] = {}
+    # The layers that arrive in one packed buffer, by each of them.
+    packed: dict[str, list[str]] = {}
     found = []
     for node in graph.nodes:
         layers = layers_of(node)
-        if node.target is gather and len(layers) > 1:
-            packed[layers[-1]] = sum(numel[layer] for layer in layers)
-            full += packed[layers[-1]]
-        elif layers and node.target in (gather, wait) and layers[0] not in whole:
-            whole.add(layers[0])
-            full += numel[layers[0]]
-        found.append(full)
-        if node.target is wait:
-            full -= packed.pop(layers[0], 0)
+        if node.target is gather:
+            full += sum(numel[layer] for layer in layers if layer not in whole)
+            whole.update(layers)
+            if len(layers) > 1:
+                packed |= dict.fromkeys(layers, layers)
+        arriving = packed.get(layers[0], []) if node.target is wait else []
+        found.append(full + sum(numel[layer] for layer in arriving))
+        # From now on they are whole, and the buffer is free.
+        arriving.clear()
         if node.target is release:
             whole.remove(layers[0])
             full -= numel[layers[0]]
     return found
 
 
-def linked(graph: fx.Graph, layers: dict[str, GraphLayer]) -> fx.GraphModule:
+def linked(graph: fx.Graph, layers: Mapping[str, object]) -> fx.GraphModule:
     """
     ## A module that carries out a graph with these layers
 
@@ -309,17 +249,16 @@ def linked(graph: fx.Graph, layers: dict[str, GraphLayer]) -> fx.GraphModule:
     root = torch.nn.Module()
     for node in graph.find_nodes(op="get_attr"):
         vars(root)[node.target] = getattr(graph.owning_module, node.target)
-    nodes: dict[str, fx.Node] = {}
+    operations = find(graph, *OPERATIONS)
+    named = dict.fromkeys(layer for node in operations for layer in layers_of(node))
+    nodes: dict[Any, fx.Node] = {}
     start = next(iter(graph.nodes))
-    for node in find(graph, *OPERATIONS):
-        for layer in layers_of(node):
-            if layer not in nodes:
-                name = f"layer_{len(nodes)}"
-                vars(root)[name] = weakref.ref(layers[layer])
-                with graph.inserting_before(start):
-                    nodes[layer] = graph.create_node("get_attr", name)
-        node.args = tuple(nodes[arg] if isinstance(arg, str) else arg
-                          for arg in node.args)
+    for i, layer in enumerate(named):
+        vars(root)[f"layer_{i}"] = weakref.ref(layers[layer])
+        with graph.inserting_before(start):
+            nodes[layer] = graph.create_node("get_attr", f"layer_{i}")
+    for node in operations:
+        node.args = tuple(nodes[arg] if isinstance(arg, str) else arg for arg in node.args)
     graph.set_codegen(fx.graph._BoxedCodeGen())
     return fx.GraphModule(root, graph)
 
@@ -332,8 +271,8 @@ def picture(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ()) ->
     """
     lines = [f"{'full':>12}  operation"]
     for node, full in zip(graph.nodes, full_numel(graph, numel, kept), strict=True):
-        is_result = node.target is operator.getitem
-        if node.op == "call_function" and not is_view(node) and not is_result:
+        if (node.op == "call_function" and node.target is not operator.getitem
+                and not is_view(node)):
             lines.append(f"{full:12,}  {_line(node)}")
     return "\n".join(lines)
 

@@ -73,13 +73,12 @@ from zero3.compiler.graph import find, full_numel, gather, layers_of, picture, r
 from zero3.compiler.passes import gathered, improve, move_activations, offload_states
 from zero3.compiler.trace import Graphs, Place, graphs_of
 from zero3.flat import Slot, own_modules
-from zero3.guards.command_line import Parser, within
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import MOST, expect, whole
 from zero3.offload.activations import Forward, LayerActivations, bring_back
 from zero3.optimizer.buckets import PlannedBucket
-from zero3.watch import Call, in_backward
+from zero3.watch import in_backward
 from zero3.whole_model.together import (
     LayerPlace,
     Together,
@@ -90,8 +89,6 @@ from zero3.whole_model.together import (
 from zero3.whole_model.units import Unit
 from zero3.whole_model.wrap import Classes, Zero3Model, wrap
 
-# A command line traces at most so many layers.
-MOST_LAYERS = 256
 ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}
 # The options of `wrap` that are not about hooks.
 _OPTIONS = ("leaf_classes", "offload", "device", "seed", "init", "checkpoint", "mesh",
@@ -107,11 +104,10 @@ class CompiledUnit(Unit):
     Graphs call its operations. If the compiler cannot trace it, it is a `Unit` with hooks.
     """
 
+    reducer: PlannedBucket
     # Whether this pass runs it with hooks, and whether every pass has to.
     by_hooks = False
     untraceable = False
-    # Whether it was gathered for code outside of graphs, and stays full until backward ends.
-    on_demand = False
     # Whether a forward pass of the compiled model is running; for the root.
     running = False
     # Whether it is full, and its parameters are closed: graphs read views of the flat parameters.
@@ -151,8 +147,7 @@ class CompiledUnit(Unit):
 
     @property
     def root(self) -> "CompiledUnit":
-        root: Any = self.order.root
-        return root
+        return self.order.root  # type: ignore[return-value]
 
     def prepare(self) -> None:
         """
@@ -160,13 +155,12 @@ class CompiledUnit(Unit):
         """
         self._prepare(recompute=False)
         self.by_hooks = False
-        self.on_demand = False
-        if self.is_fetched:
-            self.reshard()
+        self.users.discard(self.root)
+        self.reshard()
 
     # ------------------------------------------------------------------- operations of a graph
 
-    def gather(self, others: list[Any]) -> None:
+    def gather(self, *others: Unit) -> None:
         """
         ### Unshard (all-gather) this layer and others
         """
@@ -176,11 +170,8 @@ class CompiledUnit(Unit):
         """
         ### Wait for the all-gather, and return the parameters
         """
-        if self.is_fetched:
-            # Before it collects gradients again, finish those in flight.
-            self.reducer.finish(self)
-        else:
-            self.fetch_params()
+        # If the layer was kept, this finishes its gradients in flight, before it collects others.
+        self.fetch_params()
         gather = self._gather
         self._gather = None
         if gather is not None:
@@ -200,18 +191,17 @@ class CompiledUnit(Unit):
 
     def release(self) -> None:
         """
-        ### Reshard (free)
+        ### Reshard (free), unless code outside of graphs uses the parameters
         """
-        if self.on_demand:
-            return
-        if not self.in_graph:
+        if self.in_graph:
+            # They are closed already.
+            self.in_graph = False
+            self.is_fetched = False
+            for flat in self.flats:
+                flat.free()
+            self.listener.record(self, "free", sum(flat.full.nbytes for flat in self.flats))
+        elif not self.users:
             self.reshard()
-            return
-        self.in_graph = False
-        self.is_fetched = False
-        for flat in self.flats:
-            flat.free()
-        self.listener.record(self, "free", sum(flat.full.nbytes for flat in self.flats))
 
     def collect(self, place: int, grad: torch.Tensor) -> None:
         """
@@ -246,14 +236,13 @@ class CompiledUnit(Unit):
             grad = grad if found is None else found
         return grad
 
-    def begin_reduce(self, others: list[Any]) -> None:
+    def begin_reduce(self, *others: Unit) -> None:
         """
         ### Reduce-scatter the gradients of this layer and others
         """
         for layer in (self, *others):
             layer.reduce()
-        bucket: Any = self.reducer
-        bucket.send()
+        self.reducer.send()
 
     def reduce(self) -> None:
         """
@@ -262,19 +251,15 @@ class CompiledUnit(Unit):
         if self.by_hooks:
             super().reduce()
             return
-        pairs = []
-        for flat in self.flats:
-            if flat.grad is not None:
-                flat.zero_missing()
-                # Gradients cannot arrive in the memory of parameters that stay full.
-                flat.receive_buffer = flat.full.new_empty(0) if self.is_fetched else flat.full
-                pairs.append((flat.grad, flat.receive_buffer))
+        self.choose_receive_buffers()
+        pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in self.flats
+                 if flat.grad is not None]
         if pairs:
             self.reducer.keeps(self, pairs)
 
-    def finish_reduce(self) -> None:
+    def finish_reduce(self, *_: Unit) -> None:
         """
-        ### Wait for the reduce-scatter
+        ### Wait for the reduce-scatter of this layer, and of those that share it
         """
         self.reducer.finish(self)
 
@@ -318,23 +303,17 @@ class CompiledUnit(Unit):
         """
         if self.order.stack or in_backward() or not self.root.running:
             return super().fetch_for_others()
-        self.on_demand = True
+        self.users.add(self.root)
         self.by_hooks = True
-        for unit in self.users_of_parameters():
-            # The root's hooks would run the whole model without graphs.
-            unit.untraceable = unit is not self.root
+        # This layer, or the layers that share this unit.
+        shares = isinstance(self.module, Together)
+        for unit in self.order.units:
+            if unit is self or (shares and self in unit.externals):
+                # The root's hooks would run the whole model without graphs.
+                unit.untraceable = unit is not self.root
         self.fetch_params()
         self._wait_params()
         return True
-
-    def users_of_parameters(self) -> list["CompiledUnit"]:
-        """
-        ### This layer; or the layers that share this unit, if there are several
-        """
-        if not isinstance(self.module, Together):
-            return [self]
-        units: Any = self.order.units
-        return [unit for unit in units if self in unit.externals]
 
     # ------------------------------------------------------------------------- end of backward
 
@@ -344,13 +323,6 @@ class CompiledUnit(Unit):
         """
         if self.by_hooks:
             super().leave()
-
-    def _release(self, call: Call | None = None) -> None:
-        """
-        #### Reshard, unless code outside of graphs may still need the layer
-        """
-        if not self.on_demand:
-            super()._release(call)
 
     def _settle_at_end_of_backward(self) -> None:
         """
@@ -370,7 +342,7 @@ class CompiledUnit(Unit):
                 self.reducer.drop(unit)
                 unit.drop_full_grads()
                 unit.reshard()
-        self.on_demand = False
+        self.users.discard(self.root)
         self.hooked.clear()
         super().settle(raised)
 
@@ -408,15 +380,13 @@ class CompiledModel(Zero3Model):
         self.expect(not self.comm.stages.same_layers, "cannot be compiled", "whole weights",
                     "parts of them, split over ranks, whose communication no graph has",
                     "use `wrap`")
-        layers: dict[str, Any] = {"root": self.units[0]}
-        layers |= {unit.title: unit for unit in self.units[1:]}
+        layers = {"root" if unit is self.units[0] else unit.title: unit for unit in self.units}
         self.numel = {name: unit.numel for name, unit in layers.items()}
         itemsize = max(flat.full.itemsize for unit in self.units for flat in unit.flats)
         self.bucket_numel = bucket_bytes // itemsize if can_share(self.comm) else 0
         if limit_numel is None:
-            largest_numel = max(unit.numel for unit in self.units[1:])
             # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
-            room_numel = max(2 * largest_numel, 3 * self.bucket_numel)
+            room_numel = max(3 * self.bucket_numel, *(2 * unit.numel for unit in self.units[1:]))
             self.limit_numel = self.numel["root"] + room_numel
         on_cpu = self.units[0].device.type == "cpu"
         if offload_states_bytes and on_cpu:
@@ -424,12 +394,11 @@ class CompiledModel(Zero3Model):
                           "the CPU, because optimizer states that leave the device would stay in "
                           "the same memory. What to do: nothing, or leave it out.", stacklevel=4)
         self.offload_states_bytes = 0 if on_cpu else offload_states_bytes
-        self.told: set[str] = set()
+        self.breaks: list[str] = []  # why graphs ended early, in Dynamo's words
         self.earlier_breaks = Counter(counters["graph_break"])
         self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
         # Dynamo calls it while it traces. Elsewhere it stands for code that is not traced.
-        use: Any = FreedParameter.__torch_function__
-        skip_code(use.__code__)
+        skip_code(FreedParameter.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
         self._compile()
 
     def layers_together(self, places: list[LayerPlace], rest_numel: int
@@ -452,28 +421,24 @@ class CompiledModel(Zero3Model):
         units: Any = self.units
         for unit in units:
             unit.reducer = reducer
+            # Compressed weights change after each step.
+            compressed = [path for path, module in own_modules(unit.module)
+                          if not getattr(module, "is_traceable", True)]
+            self.expect(unit is not self.units[0] or not compressed, "cannot be compiled",
+                        "compressed weights in its layers, which run with hooks then",
+                        f"`{compressed[:1]}` outside of them", "pass its class in "
+                        "`layer_classes`, or use `wrap`")
             # Ranks may compute other parts of a leaf, which would be other graphs.
-            unit.untraceable = (unit.leaf and not self.is_chain) or self._is_compressed(unit)
-
-    def _is_compressed(self, unit: Any) -> bool:
-        """
-        #### Whether a unit computes with compressed weights, which change after each step
-        """
-        found = [path for path, module in own_modules(unit.module)
-                 if not getattr(module, "is_traceable", True)]
-        self.expect(unit is not self.units[0] or not found, "cannot be compiled", "compressed "
-                    "weights in its layers, which run with hooks then", f"`{found[:1]}` outside of "
-                    "them", "pass its class in `layer_classes`, or use `wrap`")
-        return bool(found)
+            unit.untraceable = (unit.leaf and not self.is_chain) or bool(compressed)
 
     def _compile(self) -> None:
         """
         #### Have the next forward pass trace and compile the model
         """
         self.graphs: list[Graphs] = []
-        layers = self.engine.layers
         places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0]))
-                  for name, unit in layers.items() for i, slot in enumerate(unit.slots())}
+                  for name, unit in self.engine.layers.items()
+                  for i, slot in enumerate(unit.slots())}
         backend = partial(graphs_of, places, WeakMethod(self._lower), self.engine)
         self.run = torch.compile(self.module.__call__, backend=backend)
 
@@ -511,11 +476,11 @@ class CompiledModel(Zero3Model):
         """
         #### Refuse a limit that cannot be kept
         """
-        limit = self.order.max_live_numel
         least = max(max(full_numel(graph, self.numel, kept), default=0)
                     for graph, kept in ((graphs.forward, []), (graphs.backward, graphs.kept))
                     if graph is not None)
-        self.expect(limit is None or least <= limit, "cannot be compiled",
+        given = self.order.max_live_numel is not None
+        self.expect(not given or least <= self.limit_numel, "cannot be compiled",
                     f"at most {self.limit_numel:,} full elements, as `limit_numel` says",
                     f"{least:,} at one operation", "raise the limit, or pass smaller layers")
 
@@ -557,8 +522,7 @@ class CompiledModel(Zero3Model):
             nodes += find(graphs.backward, gather, reduce)
         found = []
         for node in nodes:
-            layers = [self.engine.layers[name] for name in layers_of(node)]
-            flats = [flat for layer in layers for flat in layer.flats]
+            flats = [flat for name in layers_of(node) for flat in self.engine.layers[name].flats]
             if node.target is gather:
                 own_bytes = sum(flat.shard.nbytes for flat in flats)
             else:
@@ -571,24 +535,14 @@ class CompiledModel(Zero3Model):
         """
         #### Say once why a part of the model is not in a graph, or where a graph ended early
         """
-        for reason in self._reasons():
-            if reason not in self.told:
-                self.told.add(reason)
-                warnings.warn(f"rank {self.comm.global_rank}: the compiled model has several "
-                              f"graphs, or runs layers with hooks. {reason} What to do: nothing, "
-                              "or trace less; `report()` lists the graphs.", stacklevel=3)
-
-    def _reasons(self) -> list[str]:
-        """
-        #### Why Dynamo ended a graph, or left a function out, in its own words
-        """
-        found = []
         for text in counters["graph_break"] - self.earlier_breaks:
-            if not any(name in text for name in _OURS):
-                title, _, rest = text.partition("\n")
-                explanation = rest.partition("Explanation: ")[2].partition("\n")[0]
-                found.append(f"{title}: {explanation}")
-        return found
+            reason = text.partition("\n")[0]
+            if reason not in self.breaks and not any(name in text for name in _OURS):
+                self.breaks.append(reason)
+                warnings.warn(f"rank {self.comm.global_rank}: the compiled model has several "
+                              f"graphs, or runs layers with hooks: {reason}. What to do: nothing, "
+                              "or trace less; `report()` lists the graphs, and the environment "
+                              "variable TORCH_LOGS=graph_breaks says where they end.", stacklevel=3)
 
     def report(self) -> str:
         """
@@ -596,10 +550,9 @@ class CompiledModel(Zero3Model):
         """
         lines = [f"rank {self.comm.global_rank}: {len(self.graphs)} graphs, by {self.engine.name}, "
                  f"with at most {self.limit_numel:,} full elements"]
-        for graphs in self.graphs:
-            lines.append(graphs.line(self.numel))
+        lines += [graphs.line(self.numel) for graphs in self.graphs]
         lines += [f"{unit.label} runs with hooks" for unit in self.units if unit.untraceable]
-        return "\n".join([*lines, *self._reasons()])
+        return "\n".join([*lines, *self.breaks])
 
 
 def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Eager]:
@@ -610,8 +563,8 @@ def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Ea
     """
     expect(name in ENGINES, "compile: `backend`", f"one of {sorted(ENGINES)}", repr(name),
            "pass one of these")
-    missing = ENGINES[name].missing(device)
-    for rank, problem in zip(comm.ranks, comm.gather(missing), strict=True):
+    missing = comm.gather(ENGINES[name].missing(device))
+    for rank, problem in zip(comm.ranks, missing, strict=True):
         if problem:
             warnings.warn(f"rank {comm.global_rank}: compiled by \"aot_eager\" and not by "
                           f"\"{name}\", because rank {rank} has no compiler: {problem}",
@@ -660,9 +613,9 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
             ("bucket_bytes", bucket_bytes, 0),
             ("unit_bytes", unit_bytes, 0),
             ("offload_states_bytes", offload_states_bytes, 0)):
-        left_out = value is None and name == "limit_numel"
-        expect(left_out or whole(value, least), f"compile: `{name}`",
-               f"a whole number of at least {least}", repr(value), "pass such a number")
+        expect(whole(value, least) or (value is None and name == "limit_numel"),
+               f"compile: `{name}`", f"a whole number of at least {least}", repr(value),
+               "pass such a number")
     for name in options:
         expect(name in _OPTIONS, f"compile: `{name}`", f"one of {sorted(_OPTIONS)}", "another "
                "argument", "leave it out; a graph decides for itself what hooks are told",
@@ -674,39 +627,23 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
     kind = partial(CompiledModel, backend=backend, limit_numel=limit_numel,
                    bucket_bytes=bucket_bytes, unit_bytes=unit_bytes,
                    offload_states_bytes=offload_states_bytes, is_chain=layer_classes is None)
-    compiled: Any = wrap(model, layer_classes or (), max_live_numel=limit_numel, kind=kind,
-                         **options)
-    return compiled
+    return wrap(  # type: ignore[return-value]
+        model, layer_classes or (), max_live_numel=limit_numel, kind=kind, **options)
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """
-    ## Trace a chain of small layers, and print what each pass makes of its graphs
-    """
-    parser = Parser(prog="zero3.compiler", description="The graphs of a chain after each pass")
-    parser.add_argument("--layers", type=int, default=4, help="each has a 2 x 2 weight")
-    parser.add_argument("--limit", type=int, default=8, help="elements that may be full at once")
-    parser.add_argument("--bucket", type=int, default=0, help="elements that share a collective")
-    args = parser.parse_args(argv)
-    try:
-        within("--layers", args.layers, 1, MOST_LAYERS)
-        within("--limit", args.limit, 1, MOST)
-        within("--bucket", args.bucket, 0, MOST)
-    except ValueError as error:
-        parser.error(str(error))
+    ## Trace a chain of four small layers, and print what each pass makes of its graphs
 
-    layers = [nn.Linear(2, 2, bias=False) for _ in range(args.layers)]
-    model = compile(nn.Sequential(*layers), backend="aot_eager")
+    Each layer has four elements, and eight may be full at once.
+    """
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(4)]
+    model = compile(nn.Sequential(*layers), backend="aot_eager", limit_numel=8)
     model(torch.ones(1, 2)).sum().backward()
     (graphs,) = model.graphs
-    _, traced, traced_backward = graphs.steps[0]
-    steps, kept = improve(traced, traced_backward, model.numel, args.limit, args.bucket)
-    backward: Any = None
-    for name, forward, backward in steps:
-        whole = [] if name in ("traced", "insert") else kept
+    for name, forward, backward in graphs.steps:
+        assert backward is not None
+        kept = [] if name in ("traced", "insert") else graphs.kept
         print(f"\n{name}, forward\n{picture(forward, model.numel)}")
-        print(f"\n{name}, backward\n{picture(backward, model.numel, whole)}")
-    most = max(*full_numel(forward, model.numel),
-               *full_numel(backward, model.numel, kept))
-    print(f"\n{len(find(forward, gather)) + len(find(backward, gather))} gathers, "
-          f"{len(find(backward, reduce))} reduces, at most {most} full elements")
+        print(f"\n{name}, backward\n{picture(backward, model.numel, kept)}")
+    print(f"\n{model.report()}")

@@ -12,8 +12,8 @@ gathers that overlap computation:
 |---|---|---|
 | `insert` | gather a, wait a, \|a, release a, gather b, wait b, \|b, release b, ... | 0 |
 | then `prefetch` | gather a, gather b, wait a, \|a, release a, gather c, wait b, \|b, ... | 3 |
-| or `bucket`, of 20 elements, limit 30 | gather a b, wait a, \|a, release a, wait b, \|b, ... | 0 |
-| and `prefetch`, limit 50 | gather a b, gather c d, wait a, \|a, release a, wait b, ... | 1 |
+| or `bucket`, of 20 elements, limit 40 | gather a b, wait a, \|a, release a, wait b, \|b, ... | 0 |
+| and `prefetch` | gather a b, wait a, gather c d, \|a, release a, wait b, \|b, ... | 1 |
 
 The limit holds at every operation:
 
@@ -49,6 +49,8 @@ from zero3.compiler.graph import (
     finish,
     full_numel,
     gather,
+    insert_after,
+    insert_before,
     is_view,
     layers_of,
     offload,
@@ -135,8 +137,8 @@ def _sink_views(graph: fx.Graph) -> None:
     """
     views = [node for node in graph.nodes if node.users and _is_parameter(node)]
     for node in reversed(views):
-        at = {each: i for i, each in enumerate(graph.nodes)}
-        min(node.users, key=lambda user: at[user]).prepend(node)
+        # Of two nodes the one that comes first is the smaller one.
+        min(node.users).prepend(node)
 
 
 def _is_parameter(node: fx.Node) -> bool:
@@ -153,21 +155,12 @@ def _insert_gather(graph: fx.Graph, layer: str) -> None:
     uses = [node for node in find(graph, parameter) if node.args[0] == layer]
     if not uses:
         return
-    at = {node: i for i, node in enumerate(graph.nodes)}
-    last = max((reader for node in uses for reader in readers(node)),
-               key=lambda each: at[each])
-    with graph.inserting_before(uses[0]):
-        graph.call_function(gather, (layer,))
-        whole = graph.call_function(wait, (layer,))
+    insert_after(max(reader for node in uses for reader in readers(node)), release, layer)
+    whole = insert_before(uses[0], wait, layer)
+    insert_before(whole, gather, layer)
     for node in uses:
-        with graph.inserting_before(node):
-            value = graph.create_node("call_function", operator.getitem, (whole, node.args[1]),
-                                      name=node.name)
-        value.meta = node.meta
-        node.replace_all_uses_with(value)
-        graph.erase_node(node)
-    with graph.inserting_after(last):
-        graph.call_function(release, (layer,))
+        node.target = operator.getitem
+        node.args = (whole, node.args[1])
 
 
 def _insert_reduce(graph: fx.Graph, layer: str) -> None:
@@ -177,12 +170,9 @@ def _insert_reduce(graph: fx.Graph, layer: str) -> None:
     On the CPU other ranks' gradients arrive in the memory of its parameters.
     """
     ends = [node for node in find(graph, collect, release) if layer in layers_of(node)]
-    if all(node.target is release for node in ends):
-        return
-    with graph.inserting_after(ends[-1]):
-        begun = graph.call_function(reduce, (layer,))
-    with graph.inserting_after(begun):
-        graph.call_function(finish, (layer,))
+    if any(node.target is collect for node in ends):
+        begun = insert_after(ends[-1], reduce, layer)
+        insert_after(begun, finish, layer)
 
 
 # ------------------------------------------------------------------------- what the room is for
@@ -204,12 +194,10 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
         released = [node for node in find(forward, release) if layer in layers_of(node)]
         if not released:
             continue
-        after = [*forward.nodes].index(released[0])
-        full = full_numel(forward, numel)
-        most = max(*full[: after + 1],
-                   *(n + numel[layer] for n in full[after + 1 :]),
-                   *full_numel(backward, numel, [*kept, layer]))
-        if most > limit:
+        # Behind its release, forward has the elements of this layer too.
+        more = [full + numel[layer] * (node > released[0])
+                for node, full in zip(forward.nodes, full_numel(forward, numel), strict=True)]
+        if max(*more, *full_numel(backward, numel, [*kept, layer])) > limit:
             break
         kept.append(layer)
         forward.erase_node(released[0])
@@ -228,28 +216,26 @@ def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int
     graph = copied(graph)
     before: fx.Node | None = None
     for node in find(graph, gather):
-        before = _joined(graph, before, node, numel, bucket_numel, limit, kept)
+        if before is not None and _numel(numel, before, node) <= bucket_numel:
+            alone = before.args
+            own = node.args
+            before.args = alone + own
+            node.args = ()
+            if max(full_numel(graph, numel, kept)) <= limit:
+                graph.erase_node(node)
+                continue
+            before.args = alone
+            node.args = own
+        before = node
     _merge_reduces(graph, numel, bucket_numel)
     return graph
 
 
-def _joined(graph: fx.Graph, before: fx.Node | None, node: fx.Node, numel: dict[str, int],
-            bucket_numel: int, limit: int, kept: list[str]) -> fx.Node:
+def _numel(numel: dict[str, int], *nodes: fx.Node) -> int:
     """
-    #### Let a gather join the one before it, if there is room
+    #### Elements of the layers that some operations are about
     """
-    alone: Any = before.args if before else ()
-    together = (*alone, *node.args)
-    if before is None or sum(numel[layer] for layer in together) > bucket_numel:
-        return node
-    after = node.next
-    graph.erase_node(node)
-    before.args = together
-    if max(full_numel(graph, numel, kept)) <= limit:
-        return before
-    before.args = alone
-    with graph.inserting_before(after):
-        return graph.call_function(gather, together[len(alone) :])
+    return sum(numel[layer] for node in nodes for layer in layers_of(node))
 
 
 def _merge_reduces(graph: fx.Graph, numel: dict[str, int], bucket_numel: int) -> None:
@@ -258,13 +244,12 @@ def _merge_reduces(graph: fx.Graph, numel: dict[str, int], bucket_numel: int) ->
     """
     before: tuple[fx.Node, fx.Node] | None = None
     for pair in zip(find(graph, reduce), find(graph, finish), strict=True):
-        if before is not None:
-            together: Any = (*before[0].args, *pair[0].args)
-            if sum(numel[layer] for layer in together) <= bucket_numel:
-                for node in before:
-                    graph.erase_node(node)
-                for node in pair:
-                    node.args = together
+        if before is not None and _numel(numel, before[0], pair[0]) <= bucket_numel:
+            together = before[0].args + pair[0].args
+            for node in before:
+                graph.erase_node(node)
+            for node in pair:
+                node.args = together
         before = pair
 
 
@@ -277,18 +262,16 @@ def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]
     The gathers stay in their order.
     """
     graph = copied(graph)
-    first = 0
+    earlier: fx.Node | None = None
     for node in find(graph, gather):
-        nodes = [*graph.nodes]
-        full = full_numel(graph, numel, kept)
-        at = nodes.index(node)
-        more = sum(numel[layer] for layer in layers_of(node))
-        while (at > first and nodes[at - 1].op != "placeholder"
-               and full[at - 1] + more <= limit):
-            at -= 1
-        if nodes[at] is not node:
-            nodes[at].prepend(node)
-        first = at + 1
+        full = dict(zip(graph.nodes, full_numel(graph, numel, kept), strict=True))
+        place = node.prev
+        while (place.op not in ("placeholder", "root") and place is not earlier
+               and full[place] + _numel(numel, node) <= limit):
+            place = place.prev
+        if place is not node.prev:
+            place.append(node)
+        earlier = node
     return graph
 
 
@@ -324,17 +307,13 @@ def offload_states(forward: fx.Graph, backward: fx.Graph, layers: list[str]
     forward = copied(forward)
     backward = copied(backward)
     first = next(node for node in forward.nodes if node.op != "placeholder")
-    with forward.inserting_before(first):
-        for layer in layers:
-            forward.call_function(offload, (layer,))
     for layer, end in zip(layers, _ends_of_layers(forward), strict=False):
-        with forward.inserting_before(end):
-            forward.call_function(vacate, (layer,))
+        insert_before(first, offload, layer)
+        insert_before(end, vacate, layer)
     ends = _ends_of_layers(backward)
     for i, layer in enumerate(reversed(layers), len(ends) - len(layers)):
         # Backward may wait for fewer layers than forward, because it reads the weights of fewer.
-        with backward.inserting_before(ends[max(i, 0)]):
-            backward.call_function(reload, (layer,))
+        insert_before(ends[max(i, 0)], reload, layer)
     return forward, backward
 
 
@@ -350,9 +329,9 @@ def move_activations(forward: fx.Graph, backward: fx.Graph) -> tuple[fx.Graph, f
     forward = copied(forward)
     backward = copied(backward)
     last_user: dict[fx.Node, fx.Node] = {}
-    waits = _waits(forward)
-    for node in waits:
-        last_user.update(dict.fromkeys(node.all_input_nodes, node))
+    for node in forward.nodes:
+        if node.op == "call_function":
+            last_user |= dict.fromkeys(node.all_input_nodes, node)
     output = forward.output_node()
     outputs: Any = [*output.args[0]]  # type: ignore[misc]
     inputs = backward.find_nodes(op="placeholder")
@@ -360,46 +339,40 @@ def move_activations(forward: fx.Graph, backward: fx.Graph) -> tuple[fx.Graph, f
     first = 1 + outputs.index(find(forward, remember)[0])
     tokens = inputs[1 + inputs.index(find(backward, refuse_old)[0].args[0]) :]
     for i, (node, token) in enumerate(zip(outputs[first:], tokens, strict=False), first):
-        place = last_user.get(node, node)
         if not isinstance(node.meta["val"], torch.Tensor):
             # Only sizes are left.
             break
-        if place not in waits:
-            place = next(iter(waits))
-        layer, *_ = layers_of(waits[place])
-        with forward.inserting_after(place):
-            outputs[i] = forward.call_function(put_away, (layer, node))
-        _bring(backward, layer, token)
+        place = last_user.get(node, node)
+        before = _wait_before(place)
+        if before is None:
+            before = place = find(forward, wait)[0]
+        (layer,) = layers_of(before)
+        outputs[i] = insert_after(place, put_away, layer, node)
+        _bring(layer, token)
     output.args = (tuple(outputs),)
     return forward, backward
 
 
-def _bring(graph: fx.Graph, layer: str, token: fx.Node) -> None:
+def _bring(layer: str, token: fx.Node) -> None:
     """
     #### Bring an activation after the last `wait` before its first use, if there is one
     """
-    user = next((node for node in graph.nodes if token in node.all_input_nodes), None)
-    if user is None:
-        return
-    before = _waits(graph).get(user)
-    with graph.inserting_before(user) if before is None else graph.inserting_after(before):
-        value = graph.call_function(bring, (layer, token))
-    value.meta = dict(token.meta)
-    token.replace_all_uses_with(value, lambda node: node is not value)
+    if token.users:
+        user = min(token.users)
+        value = insert_after(_wait_before(user) or user.prev, bring, layer, token)
+        value.meta = dict(token.meta)
+        token.replace_all_uses_with(value, lambda node: node is not value)
 
 
-def _waits(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def _wait_before(node: fx.Node) -> fx.Node | None:
     """
-    #### The last `wait` before each operation, for those after the first one
+    #### The last `wait` before an operation, or the operation itself if it is one; else `None`
     """
-    found: dict[fx.Node, fx.Node] = {}
-    last = None
-    for node in graph.nodes:
+    while node.op not in ("placeholder", "root"):
         if node.target is wait:
-            last = node
-        if last is not None and node.op == "call_function":
-            found[node] = last
-    return found
+            return node
+        node = node.prev
+    return None
 
 
 def _ends_of_layers(graph: fx.Graph) -> list[fx.Node]:

@@ -51,6 +51,8 @@ from zero3.compiler.graph import (
     find,
     full_numel,
     gather,
+    insert_after,
+    insert_before,
     is_view,
     layers_of,
     offload,
@@ -104,11 +106,11 @@ class Graphs:
                 most = max(full_numel(graph, numel, kept), default=0)
                 parts.append(f"{name} {len(find(graph, gather))} gathers, "
                              f"{len(find(graph, reduce))} reduces, at most {most:,} full elements")
-        if self.kept:
-            parts.append(f"kept for backward: {', '.join(self.kept)}")
         gone = [layer for node in find(self.forward, offload) for layer in layers_of(node)]
-        if gone:
-            parts.append(f"optimizer states that leave meanwhile: {', '.join(gone)}")
+        for what, layers in (("kept for backward", self.kept),
+                             ("optimizer states that leave meanwhile", gone)):
+            if layers:
+                parts.append(f"{what}: {', '.join(layers)}")
         if self.broken:
             parts.append("ended early")
         return "; ".join(parts)
@@ -195,7 +197,7 @@ def guard_parameters(graph: fx.Graph, places: Sequence[Place | None]) -> None:
     Dynamo would run the first layer's graph for all layers of a class, but that graph has the name
     of its layer.
     """
-    for node, place in zip(inputs_of(graph), places, strict=True):
+    for node, place in zip(graph.find_nodes(op="placeholder"), places, strict=True):
         if place:
             install_guard(node.meta["grapharg"].source.make_guard(GuardBuilder.ID_MATCH))
 
@@ -207,8 +209,9 @@ def refuse_views(graph: fx.Graph, places: Sequence[Place | None]) -> None:
     The graph frees the memory of the parameter before it returns.
     """
     # The parameters of a layer are views of one flat parameter.
-    layers = {_storage(node): place.layer for node, place in zip(inputs_of(graph), places,
-                                                                 strict=True) if place}
+    inputs = graph.find_nodes(op="placeholder")
+    layers = {_storage(node): place.layer for node, place in zip(inputs, places, strict=True)
+              if place}
     for node in graph.output_node().all_input_nodes:
         storage = _storage(node)
         layer = layers.get(storage)
@@ -251,13 +254,6 @@ def _parameter(graph: fx.Graph, place: Place, node: fx.Node) -> fx.Node:
     return value
 
 
-def inputs_of(graph: fx.Graph) -> list[fx.Node]:
-    """
-    ## The inputs of a graph
-    """
-    return [*graph.find_nodes(op="placeholder")]
-
-
 def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[Place | None]
                        ) -> None:
     """
@@ -265,36 +261,26 @@ def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[P
 
     * `places` are the places of the forward graph's inputs, `None` for inputs of other kinds
     """
-    originals = {node: place for node, place in zip(inputs_of(forward), places, strict=False)
-                 if place}
-    views = dict.fromkeys(originals)
+    start = backward.find_nodes(op="placeholder")[-1].next
+    # The parameters and all of their views, as backward makes them.
+    again: dict[fx.Node, fx.Node] = {}
+    for node, place in zip(forward.find_nodes(op="placeholder"), places, strict=False):
+        if place:
+            with backward.inserting_before(start):
+                again[node] = _parameter(backward, place, node)
     for node in forward.nodes:
-        if is_view(node) and node.args[0] in views:
-            views[node] = None
-    by_name = {node.name: node for node in views}
-    copies: dict[fx.Node, fx.Node] = {}
-    start = inputs_of(backward)[-1].next
-
-    def again(node: fx.Node) -> fx.Node:
-        if node in copies:
-            return copies[node]
-        if isinstance(node.meta["val"], torch.SymInt):
-            copies[node] = _saved_size(forward, backward, node)
-        elif node in originals:
+        if is_view(node) and node.args[0] in again:
             with backward.inserting_before(start):
-                copies[node] = _parameter(backward, originals[node], node)
-        else:
-            for each in node.all_input_nodes:
-                again(each)
-            with backward.inserting_before(start):
-                copies[node] = backward.node_copy(node, lambda n: copies[n])
-        return copies[node]
-
-    saved = [node for node in inputs_of(backward) if node.name in by_name]
-    for node in saved:
-        node.replace_all_uses_with(again(by_name[node.name]))
-        backward.erase_node(node)
-    dropped = {by_name[node.name] for node in saved}
+                again[node] = backward.node_copy(
+                    node, lambda n: again[n] if n in again else _saved_size(forward, backward, n))
+    saved = {each.name: each for each in backward.find_nodes(op="placeholder")}
+    dropped = {node for node in again if node.name in saved}
+    for node in dropped:
+        saved[node.name].replace_all_uses_with(again[node])
+        backward.erase_node(saved[node.name])
+    for copy in reversed(again.values()):
+        if not copy.users:
+            backward.erase_node(copy)
     output = forward.output_node()
     output.args = (tuple(each for each in output.args[0] if each not in dropped),)  # type: ignore[union-attr]
 
@@ -305,7 +291,7 @@ def _saved_size(forward: fx.Graph, backward: fx.Graph, node: fx.Node) -> fx.Node
 
     A view as long as the sequence, `weight[:length]`, needs it.
     """
-    for each in inputs_of(backward):
+    for each in backward.find_nodes(op="placeholder"):
         if each.name == node.name:
             return each
     output = forward.output_node()
@@ -321,7 +307,7 @@ def _first_tensor(graph: fx.Graph) -> fx.Node:
     """
     #### The first input that is a tensor; symbolic sizes come before it
     """
-    return next(node for node in inputs_of(graph)
+    return next(node for node in graph.find_nodes(op="placeholder")
                 if isinstance(node.meta["val"], torch.Tensor))
 
 
@@ -336,20 +322,18 @@ def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
     if not layers:
         return
     output = forward.output_node()
-    fake: Any = detect_fake_mode([node.meta["val"] for node in inputs_of(forward)])
+    fake: Any = detect_fake_mode(
+        [node.meta["val"] for node in forward.find_nodes(op="placeholder")])
     with fake:
         value = torch.empty(len(layers), dtype=torch.int64)
-    with forward.inserting_before(output):
-        versions = forward.call_function(remember, layers)
+    versions = insert_before(output, remember, *layers)
     versions.meta["val"] = value
-    outputs = [*output.args[0]]  # type: ignore[misc]
-    outputs.insert(results, versions)
-    output.args = (tuple(outputs),)
+    outputs: Any = output.args[0]
+    output.args = ((*outputs[:results], versions, *outputs[results:]),)
     with backward.inserting_before(_first_tensor(backward)):
         came = backward.placeholder("versions")
     came.meta["val"] = value
-    with backward.inserting_after(inputs_of(backward)[-1]):
-        backward.call_function(refuse_old, (came, *layers))
+    insert_after(backward.find_nodes(op="placeholder")[-1], refuse_old, came, *layers)
 
 
 def marked_inputs(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Graph:
@@ -357,7 +341,7 @@ def marked_inputs(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Graph:
     ## A graph that names its parameters
     """
     graph = copied(graph)
-    inputs = inputs_of(graph)
+    inputs = graph.find_nodes(op="placeholder")
     for node, place in zip(inputs, places, strict=False):
         if place and node.users:
             with graph.inserting_after(inputs[-1]):
@@ -377,8 +361,7 @@ def marked_gradients(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Grap
     gradients = [*output.args[0]]  # type: ignore[misc]
     for i, place in enumerate(places):
         if place and gradients[i] is not None:
-            with graph.inserting_after(gradients[i]):
-                graph.call_function(collect, (place.layer, place.place, gradients[i]))
+            insert_after(gradients[i], collect, place.layer, place.place, gradients[i])
             gradients[i] = None
     output.args = (tuple(gradients),)
     return graph

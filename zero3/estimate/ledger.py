@@ -69,7 +69,7 @@ class Ledger:
     |---|---|
     | fetch | an unshard starts: the buffer has its memory, the all-gather is in flight |
     | gathered | the unshard is complete |
-    | unpacked | a unit has taken its parameters out of an all-gather that it shares |
+    | unpacked | units have taken their parameters out of an all-gather that they share |
     | compute, computed | the module starts and ends; in backward, the first gradient arrives |
     | gradients | the buffer for the layer's flat gradient has its memory |
     | reduce | a reduce-scatter starts; that of a bucket has its first layer's name |

@@ -41,8 +41,8 @@ and `restore` takes off the last one first.
 **Run this**: `python -m pytest tests/inject/test_inject.py`.
 
 **Not covered, and what that costs**: inject before `wrap`; afterwards it is an error. A module's
-new class exists in this process only, so an injected model cannot be pickled. `Deferred` layers
-have no modules yet: inject inside their factory. A compiled forward is not recompiled.
+new class exists in this process only, so an injected model cannot be pickled. A compiled forward
+is not recompiled.
 """
 
 import functools

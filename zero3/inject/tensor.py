@@ -55,7 +55,6 @@ ranks of "shard", which have the same part and other rows of the batch.
 each rank, unless `sequence=True` splits them by positions (see `sequence.py`). `full_params` and
 `model.save` have this rank's parts; use `zero3.save`, or `restore`. All ranks of the dimension must
 have the same batch and the same random numbers; they compare both in the first forward pass only.
-`Deferred` layers stay whole.
 """
 
 from collections.abc import Callable, Iterator

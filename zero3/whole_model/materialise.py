@@ -1,13 +1,12 @@
 r"""
 # Models larger than memory: made, read and written layer by layer
 
-`Source` gives a layer its values, `Deferred` is a placeholder for a layer that does not exist yet,
-and `save` writes a sharded model to files.
+`Source` gives a layer its values, and `save` writes a sharded model to files.
 
-Build a model that no rank has room for without values, on torch's `meta` device or from `Deferred`
-layers. `wrap` then allocates a layer, gives it its values, shards it and frees it, before it comes
-to the next one ([ZeRO-Infinity](https://arxiv.org/abs/2104.07857), section 7.2). The values come
-from the module's own `reset_parameters`, from a function, or from a checkpoint.
+Build a model that no rank has room for without values, on torch's `meta` device. `wrap` then
+allocates a layer, gives it its values, shards it and frees it, before it comes to the next one
+([ZeRO-Infinity](https://arxiv.org/abs/2104.07857), section 7.2). The values come from the module's
+own `reset_parameters`, from a function, or from a checkpoint.
 
 **Two layers on two ranks.** The first layer has 4 elements, the second one has 6. Memory while
 `wrap` makes the model, in elements on each rank:
@@ -60,25 +59,13 @@ from zero3.offload.tensors import INDEX, save_tensors, write_index
 from zero3.sharded import ShardedModel
 
 
-class Deferred(nn.Module):
-    """
-    ## A placeholder for a layer that does not exist yet
-
-    `wrap` puts the layer that `factory()` returns in its place, as one unit.
-    """
-
-    def __init__(self, factory: Callable[[], nn.Module]):
-        super().__init__()
-        self.factory = factory
-
-
 @dataclass
 class Source:
     """
     ## The source of a model's values
 
     * `device` is where layers are allocated
-    * `seed` is for values that are drawn, of layers that are deferred or on the meta device
+    * `seed` is for values that are drawn
     * `init` is called instead of `reset_parameters`, on rank 0, with each module that has tensors
       without values, innermost first
     * `checkpoint` is a file of safetensors, the index of several, or their folder; rank 0 reads it
@@ -91,21 +78,6 @@ class Source:
     init: Callable[[nn.Module], object] | None = None
     checkpoint: str | Path | None = None
     own_init: Callable[[nn.Module], object] | None = None
-
-    def make(self, model: ShardedModel, module: nn.Module, path: str) -> nn.Module:
-        """
-        ### Make a deferred layer; return any other module as it is
-
-        * `path` is the layer's name in `model`
-
-        Raises `RuntimeError` on all ranks if the factory raises on one of them.
-        """
-        if not isinstance(module, Deferred):
-            return module
-        with _agreed(model, f"cannot make `{path}`", "a layer from its factory",
-                     "look into the factory", told=repr):
-            with self._seeded(path), self.device:
-                return module.factory().train(module.training)
 
     @torch.no_grad()
     def fill(self, model: ShardedModel,
@@ -135,8 +107,8 @@ class Source:
             if model.comm.is_first:
                 for new in made.values():
                     _mark(new)
-                replaced = {new: old for old, new in made.items()}
-                self._give_values(modules, empty, lambda t: names.get(replaced.get(t, t), []))
+                names = names | {new: names[old] for old, new in made.items()}
+                self._give_values(modules, empty, names)
         return made
 
     def _allocate(self, modules: dict[str, nn.Module]
@@ -161,7 +133,7 @@ class Source:
 
     def _give_values(self, modules: dict[str, nn.Module],
                      empty: dict[str, list[str]],
-                     more: Callable[[torch.Tensor], list[str]]) -> None:
+                     names: dict[torch.Tensor, list[str]]) -> None:
         """
         #### Draw or read the values of a layer
 
@@ -173,7 +145,7 @@ class Source:
             if self.checkpoint is None or modules[at]._non_persistent_buffers_set & {*keys}:
                 self._draw(modules[at], at)
         if self.checkpoint is not None:
-            self._read(modules, more)
+            self._read(modules, names)
         for at, keys in empty.items():
             for name in keys:
                 if _is_marked(getattr(modules[at], name)):
@@ -197,26 +169,26 @@ class Source:
             raise ValueError(f"`{at}`: {error!r}") from error
 
     def _read(self, modules: dict[str, nn.Module],
-              more: Callable[[torch.Tensor], list[str]]) -> None:
+              names: dict[torch.Tensor, list[str]]) -> None:
         """
         #### Read the values of a layer
 
-        * `more` returns all names of a tensor, of which the file has one
+        * `names` are all names of each tensor, of which the file has one
         """
-        places: dict[torch.Tensor, list[str]] = {}
-        parts: dict[torch.Tensor, WeightPart | None] = {}
-        for at, module in modules.items():
-            for name, t in (*module._parameters.items(), *module._buffers.items()):
-                if t is not None and name not in module._non_persistent_buffers_set:
-                    places.setdefault(t, []).append(f"{at}.{name}".strip("."))
-                    parts[t] = part_of(module, name)
+        parts = {t: part_of(module, name)
+                 for module in modules.values()
+                 for name, t in (*module._parameters.items(),
+                                 *module._buffers.items())
+                 if t is not None and name not in module._non_persistent_buffers_set}
         try:
-            for t, own in places.items():
-                self._read_tensor(t, [*own, *more(t)], parts[t])
+            for t, part in parts.items():
+                self._read_tensor(t, names[t], part)
         except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
             raise ValueError(f"{self.checkpoint}: {error!r}") from error
 
-    def _read_tensor(self, t: torch.Tensor, names: list[str], part: WeightPart | None) -> None:
+    def _read_tensor(self, t: torch.Tensor,
+                     names: list[str],
+                     part: WeightPart | None) -> None:
         """
         #### Read one tensor, which is in the checkpoint under one of these names
         """
@@ -224,11 +196,10 @@ class Source:
         if not name:
             raise ValueError(f"no `{names[0]}` in {self.checkpoint}")
         with safe_open(self.files[name], framework="pt") as file:
-            shape = tuple(file.get_slice(name).get_shape())
-            wanted = part.shape if part else tuple(t.shape)
-            if shape != wanted:
-                raise ValueError(f"`{name}` of {shape} there, and {wanted} here")
             whole = file.get_tensor(name)
+            wanted = part.shape if part else t.shape
+            if whole.shape != wanted:
+                raise ValueError(f"`{name}` of {(*whole.shape,)} there, and {(*wanted,)} here")
             t.copy_(part.take(whole).view_as(t) if part else whole)
 
     @cached_property
@@ -300,8 +271,7 @@ def save(units: list[Any], folder: Path) -> None:
 def _agreed(sender: Named,
             what: str,
             expected: str,
-            cure: str,
-            told: Callable[[Exception], str] = str) -> Iterator[None]:
+            cure: str) -> Iterator[None]:
     """
     #### Raise the error of one rank on all of them, at the end of the block
     """
@@ -310,7 +280,7 @@ def _agreed(sender: Named,
         yield
     except Exception as error:
         try:
-            agree(told(error) or repr(error), cure)
+            agree(str(error) or repr(error), cure)
         except RuntimeError as of_all:
             raise of_all from error
     else:
@@ -332,10 +302,9 @@ def _tensors_of(unit: Any, params: dict[str, nn.Parameter]) -> dict[str, torch.T
     #### The parameters and persistent buffers of a unit, by their names in the model
     """
     first = {p: name for name, p in reversed(params.items())}
-    found = {unit.full_name(name): p.detach()
-             for p, name in first.items()}
-    return found | {unit.full_name(name): buffer
-                    for name, buffer in buffers_of(unit.module).items()}
+    tensors = ({name: p.detach() for p, name in first.items()}
+               | buffers_of(unit.module))
+    return {unit.full_name(name): tensor for name, tensor in tensors.items()}
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:

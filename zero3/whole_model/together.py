@@ -2,7 +2,7 @@ r"""
 # Shared gathers: small units share an all-gather
 
 `fetch_together` starts one all-gather for several units, as `buckets.py` does one reduce-scatter.
-Each of them takes its parameters out of it when it is about to compute.
+The first of them that is about to compute takes the parameters of all of them out of it.
 
 **Two units on two ranks.** Unit a is the layer of `minimal.py`: its flat parameter is
 1 2 3 0, so rank 0 has the shard 1 2 and rank 1 has 3 0. Unit b has the two weights 5 6. Each rank
@@ -16,17 +16,20 @@ packs its shards side by side into its own row of a *packed buffer*:
 | a takes columns 0 and 1 | 1 2 | 3 0 |
 | b takes column 2 | 5 | 6 |
 
-When a is about to compute, it copies its columns, row by row, into its flat parameter 1 2 3 0.
-Later b does the same. If a collective takes $t$ seconds beside its bytes, $n$ units save
+When a is about to compute, its columns are copied, row by row, into its flat parameter 1 2 3 0,
+and those of b into 5 6. Then the packed buffer is freed. If a collective takes $t$ seconds beside
+its bytes, $n$ units save
 
 $$(n - 1)\, t \quad \text{seconds, and cost} \quad \sum_{i=1}^{n} P_{u_i} \quad
 \text{elements of memory}$$
 
+while they are copied.
+
 The values are the same, bit for bit. `wrap(..., bucket_numel=6)` does this for units that follow
 each other, from the second step on. Larger units are gathered alone.
 
-The packed buffer is freed when the last unit has its copy, and the next bucket is on its way then.
-With $k$ units of $P$ elements in each bucket, the most is therefore $(2 k + 1)\, P$ elements.
+When a bucket is unpacked, its $k$ units of $P$ elements are there twice, and the units before it
+are free. So the most is $2 k P$ elements.
 
 **One unit for several layers.** `Together` holds small layers that follow each other, so that one
 unit has all their parameters. Then nothing is packed: a and b of the example have one flat
@@ -39,9 +42,9 @@ this, if it is asked to.
 its flat parameter, and in several in the packed buffer. Units are gathered one by one if `Links`
 quantises their weights, because a block of an encoding would span two units; and if it keeps
 secondary copies, because these belong to one unit each. So is a unit whose shards have been moved
-or converted, because its own gather has the error for that. A rank alone has nothing to share. A
-unit that is freed without having computed still copies its columns first. If ranks pack different
-units, the error of each names its own set of units, and the set of the other rank by a checksum.
+or converted, because its own gather has the error for that. A rank alone has nothing to share. If
+ranks pack different units, the error of each names its own set of units, and the set of the other
+rank by a checksum.
 """
 
 import zlib
@@ -53,6 +56,7 @@ from torch import nn
 
 from zero3.comm.collectives import Communicator, Transfer, allocate
 from zero3.comm.order import Listener
+from zero3.flat import FlatParameter
 
 
 class LayerPlace(NamedTuple):
@@ -126,15 +130,12 @@ def fetch_together(units: Iterable[Any]) -> None:
     about ranks that diverged when they wait (I6).
     """
     several = list(dict.fromkeys(units))
-    for unit in several:
-        unit.refresh()
     wanted = [unit for unit in several if not unit.is_here and _can_join(unit)]
     if len(wanted) > 1:
-        Packed(wanted).start()
+        Packed(wanted)
     for unit in several:
         # One that is alone, or cannot be packed.
-        if not unit.is_here:
-            unit.fetch_params()
+        unit.fetch_params()
 
 
 def can_share(comm: Communicator) -> bool:
@@ -157,118 +158,78 @@ def _can_join(unit: Any) -> bool:
 
 class Packed:
     """
-    ## Units whose parameters arrive together
+    ## An all-gather that several units share
 
-    The sender of their all-gather, with a packed buffer for each data type.
+    Each of them waits for it as for a `Transfer` of its own. There is a packed buffer for each data
+    type.
     """
 
     def __init__(self, units: list[Any]):
         """
-        ### Choose the units
+        ### Pack the shards of this rank, and start the all-gather
 
         * `units` are at least two that are not gathered, in the order of packing
         """
-        self.units = units
         self.comm: Communicator = units[0].comm
-        units[0].expect(all(unit.comm is self.comm for unit in units), "cannot be gathered with "
-                        "these", "units of one model", [unit.label for unit in units],
-                        "call `fetch_together` for each model by itself")
+        self.listener: Listener = units[0].listener
+        units[0].expect(
+            all(unit.comm is self.comm for unit in units), "cannot be gathered with these",
+            "units of one model", [unit.label for unit in units],
+            "call `fetch_together` for each model by itself")
         self.label = f"{units[0].label} and {len(units) - 1} more"
         # Ranks announce a checksum of all units, below all numbers of layers.
         numbers = [unit.layer_idx for unit in units]
         self.layer_idx = -2 - zlib.crc32(str(numbers).encode())
         self.comm.labels[self.layer_idx] = self.label
-        self.buffers: list[torch.Tensor] = []  # (world_size * sum of shard_numel,) each, device
-        self.transfer: Transfer | None = None
-        # For each unit that has not taken its parameters: its flat parameters and their columns.
-        self.columns: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-
-    @property
-    def listener(self) -> Listener:
-        return self.units[0].listener
-
-    @property
-    def numel(self) -> int:
-        """
-        ### Elements of the packed buffers, until they are freed
-        """
-        return sum(len(buffer) for buffer in self.buffers)
-
-    def start(self) -> None:
-        """
-        ### Pack the shards of this rank, and start the all-gather
-        """
-        by_dtype: dict[torch.dtype, list[tuple[Any, Any]]] = {}
-        for unit in self.units:
-            self.columns[unit] = []
-            for flat in unit.flats:
-                by_dtype.setdefault(flat.full.dtype, []).append((unit, flat))
+        # Each flat parameter, and its columns in the packed buffer.
+        self.columns: list[tuple[torch.Tensor, torch.Tensor]] = []
+        flats = [flat for unit in units for flat in unit.flats]
         with self.comm.on(self.comm.fetch_stream):
-            pairs = [(buffer, self.comm.rows(buffer)[self.comm.rank])
-                     for buffer in map(self._pack, by_dtype.values())]
-        sender: Any = self
-        self.transfer = self.comm.all_gather(sender, pairs, exact=False)
+            self.buffers = [
+                self._pack([flat for flat in flats if flat.full.dtype == dtype])
+                for dtype in dict.fromkeys(flat.full.dtype for flat in flats)]
+        pairs = [(buffer, self.comm.rows(buffer)[self.comm.rank])
+                 for buffer in self.buffers]
+        self.transfer: Transfer | None = self.comm.all_gather(self, pairs, exact=False)
         # Then the host waits for the copies, because an optimizer writes to these shards next.
-        self.transfer.from_cpu = any(flat.shard.device != flat.full.device
-                                     for unit in self.units for flat in unit.flats)
-        for unit in self.units:
-            unit.come_with(Part(self, unit))
+        self.transfer.from_cpu = any(
+            flat.shard.device != flat.full.device for flat in flats)
+        for unit in units:
+            unit.come_with(self)
 
-    def _pack(self, members: list[tuple[Any, Any]]) -> torch.Tensor:
+    def _pack(self, flats: list[FlatParameter]) -> torch.Tensor:
         """
         #### A packed buffer with this rank's row: `(world_size * sum of shard_numel,)`, device
 
-        * `members` are units with one of their flat parameters, of one data type
+        * `flats` are of one data type
         """
-        numels = [len(flat.shard) for _, flat in members]
-        buffer = members[0][1].full.new_empty(self.comm.world_size * sum(numels))
-        self.buffers.append(buffer)
+        numels = [len(flat.shard) for flat in flats]
+        buffer = flats[0].full.new_empty(self.comm.world_size * sum(numels))
         parts = self.comm.rows(buffer).split(numels, dim=1)
-        for i, (unit, flat) in enumerate(members):
+        for i, (flat, part) in enumerate(zip(flats, parts, strict=True)):
             shard = flat.storage.load()
-            for _, following in members[i + 1 : i + 2]:
+            for following in flats[i + 1 : i + 2]:
                 following.storage.read_async()
-            parts[i][self.comm.rank].copy_(shard, non_blocking=True)
+            part[self.comm.rank].copy_(shard, non_blocking=True)
             flat.storage.release(self.comm.fetch_stream)
-            self.columns[unit].append((flat.full, parts[i]))
+            self.columns.append((flat.full, part))
         return buffer
-
-    def take(self, unit: Any) -> None:
-        """
-        ### Copy a unit's columns into its flat parameters
-
-        It copies on the compute stream. The last unit frees the packed buffers.
-        """
-        if unit not in self.columns:
-            return
-        if self.transfer is not None:
-            self.transfer.wait()
-            self.transfer = None
-        nbytes = 0
-        for full, columns in self.columns[unit]:
-            allocate(full)
-            self.comm.rows(full).copy_(columns)
-            nbytes += full.nbytes
-        unit.listener.record(unit, "unpacked", nbytes)
-        del self.columns[unit]
-        if not self.columns:
-            self.buffers = []
-
-
-class Part(NamedTuple):
-    """
-    ## One unit's part of a shared all-gather
-
-    The unit waits for it as for a `Transfer` of its own.
-    """
-
-    packed: Packed
-    unit: Any
 
     def wait(self) -> None:
         """
-        ### Wait for the all-gather, and take this unit's parameters out of it
+        ### Wait for the all-gather, and copy the columns of all units into their flat parameters
 
-        Raises `RuntimeError` as `Transfer.wait`.
+        The first unit to wait does it for all of them, on the compute stream, and frees the packed
+        buffers. Raises `RuntimeError` as `Transfer.wait`.
         """
-        self.packed.take(self.unit)
+        if self.transfer is None:
+            return
+        self.transfer.wait()
+        self.transfer = None
+        for full, columns in self.columns:
+            allocate(full)
+            self.comm.rows(full).copy_(columns)
+        nbytes = sum(full.nbytes for full, _ in self.columns)
+        self.listener.record(self, "unpacked", nbytes)
+        self.columns = []
+        self.buffers = []

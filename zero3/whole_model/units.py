@@ -69,7 +69,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero3.comm.collectives import named_range
+from zero3.comm.collectives import Transfer, named_range
 from zero3.comm.links import Links
 from zero3.guards.contents import uncompiled
 from zero3.layer import Zero3Layer
@@ -139,9 +139,44 @@ class Trace:
 class StandIn(nn.Module):
     """
     ## A module in the place of another one, which may be a container such as `nn.Sequential`
+
+    Attributes that it does not have are those of the plain module.
     """
 
     module: Any
+    order: "TracedOrder"
+
+    def _plain(self) -> Any:
+        """
+        #### The plain module
+        """
+        return self.module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return self._read(name)
+
+    def _read(self, name: str) -> Any:
+        """
+        #### Read an attribute of the plain module
+        """
+        unit: Any = super().__getattr__("module")
+        return unit._read(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) and not isinstance(value, (nn.Module, torch.Tensor)):
+            # A short way for its own state.
+            vars(self)[name] = value
+            return
+        # Until the model is wrapped, all names are its own.
+        is_own = (not ("order" in vars(self) and self.order.units) or name in vars(self)
+                  or name in self._modules or hasattr(type(self), name))
+        if not is_own and hasattr(self._plain(), name):
+            setattr(self._plain(), name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __len__(self) -> int:
         return len(self.module)
@@ -151,9 +186,6 @@ class StandIn(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self.module
 
     def __bool__(self) -> bool:
         # Otherwise Python would ask for the length.
@@ -165,12 +197,13 @@ class Unit(StandIn, Zero3Layer):
     ## A layer of a whole model
     """
 
+    _gather: Transfer | Packed | None  # type: ignore[assignment]
     cure = ("call what `wrap` returned, and use the parameter in the forward of a module; where "
             "not all ranks do, `register_external_parameter`; build the optimizer after `wrap`")
     cure_for_new = ("add it to the plain model: `plain = model.destroy()`, change `plain`, `wrap` "
                     "it again and build the optimizer again")
 
-    def __init__(self, module: nn.Module, order: "TracedOrder", path: str, leaf: bool,
+    def __init__(self, module: nn.Module, path: str, leaf: bool, order: "TracedOrder",
                  device: torch.device, offload: Offload | None, mesh: DeviceMesh | Links | None,
                  activations: Activations | Offload | str | None = None):
         """
@@ -198,39 +231,18 @@ class Unit(StandIn, Zero3Layer):
         self.externals: list[Unit] = []  # units whose parameters its modules use
         # The units that compute with its parameters now, forward or backward; itself among them.
         self.users: set[Unit] = set()
-        # The shared all-gather by which it came last.
-        self.packed: Packed | None = None
-        # The state of the shards that it was gathered from.
+        # The state of the shards that it was gathered from, if it is persistent.
         self._stamp: Any = None
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return self.read(name)
-
-    def read(self, name: str) -> Any:
+    def _read(self, name: str) -> Any:
         """
-        ### Read an attribute of the module
+        #### Read an attribute of the module
         """
         module = super().__getattr__("module")
         if not isinstance(getattr(type(module), name, None), property):
             return getattr(module, name)
         with self.guard:
             return getattr(module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self) and not isinstance(value, (nn.Module, torch.Tensor)):
-            # A short way for its own state.
-            vars(self)[name] = value
-            return
-        is_whole = "order" in vars(self) and self.order.units
-        is_new = name not in vars(self) and name not in self._modules
-        is_own = not is_whole or not is_new or hasattr(type(self), name)
-        if not is_own and hasattr(self.module, name):
-            setattr(self.module, name, value)
-        else:
-            super().__setattr__(name, value)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -304,9 +316,8 @@ class Unit(StandIn, Zero3Layer):
         A block may return a view of the root's parameters, because the root frees them last.
         """
         yield self
-        for unit in (*self.inside, *self.externals):
-            if not unit.users - {self}:
-                yield unit
+        yield from (unit for unit in (*self.inside, *self.externals)
+                    if not unit.users - {self})
 
     def leave(self) -> None:
         """
@@ -322,9 +333,10 @@ class Unit(StandIn, Zero3Layer):
 
     def fetch_params(self) -> None:
         """
-        ### Unshard (all-gather); again after a step, if it has been full since before the step
+        ### Unshard (all-gather)
         """
-        self.refresh()
+        # If it has stayed full, it may have gradients in flight. Finish those first.
+        self.reducer.finish(self)
         super().fetch_params()
 
     @property
@@ -336,11 +348,8 @@ class Unit(StandIn, Zero3Layer):
 
     def refresh(self) -> None:
         """
-        ### Free it if it is full of values from before a step
+        ### Free it if it may be full of values from before a step
         """
-        if self.is_fetched:
-            # It has stayed full, and may have gradients in flight. Finish those first.
-            self.reducer.finish(self)
         if self.persistent:
             # It changes when an optimizer steps, or somebody writes to a shard.
             stamp = (self.order.steps,
@@ -349,23 +358,32 @@ class Unit(StandIn, Zero3Layer):
             if stamp != self._stamp:
                 self.reshard()
             self._stamp = stamp
+        elif self.kept_for:
+            # Backward has not come, and the optimizer may have stepped since.
+            self.reshard()
 
-    def come_with(self, part: Any) -> None:
+    def come_with(self, packed: Packed) -> None:
         """
         ### Come with other units, by an all-gather that has started
         """
         self._settle_at_end_of_backward()
         self.reducer.finish(self)
         self.is_fetched = True
-        self._gather = part
-        self.packed = part.packed
+        self._gather = packed
+
+    @property
+    def packed(self) -> Packed | None:
+        """
+        ### The shared all-gather by which it comes, if it has not computed yet
+        """
+        return self._gather if isinstance(self._gather, Packed) else None
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
         ### Memory that it holds, for a `Ledger`: the packed buffers too
         """
         yield from super().held_tensors()
-        if self.packed is not None:
+        if self.packed:
             yield from self.packed.buffers
 
     def fetch_for_others(self) -> bool:
@@ -426,24 +444,20 @@ class Unit(StandIn, Zero3Layer):
         ### Whether backward no longer needs the full parameters
         """
         # The root's operations run between all other units.
-        if self is self.order.root:
+        is_around = self is self.order.root or any(
+            unit.watch.pending or unit in unit.users for unit in self.inside)
+        # A frozen parameter may lie between the unit and a gradient of another unit's parameter.
+        is_between = any(not flat.shard.requires_grad for flat in self.flats) and any(
+            unit.get_trainable_chunk() for unit in self.externals)
+        if is_around or is_between:
             return False
-        if any(unit.watch.pending or unit in unit.users
-               for unit in self.inside):
-            return False
-        has_frozen = any(not flat.shard.requires_grad for flat in self.flats)
-        if has_frozen and any(unit.get_trainable_chunk() for unit in self.externals):
-            # A frozen parameter may lie between the unit and a gradient of another unit's
-            # parameter.
-            return False
-        # A leaf does not wait for gradients of its parameters, because an idle expert gets none. It
-        # is over with the last gradient of an input, or with the pass.
         if not self.leaf:
             return super().is_over()
-        entered = self.watch.entered
-        if self.watch.inputs_left > 0 or self.watch.pending or not entered:
-            return False
-        return all(call.inputs for call in entered)
+        # A leaf does not wait for gradients of its parameters, because an idle expert gets none. It
+        # is over with the last gradient of an input, or with the pass.
+        watch = self.watch
+        return (watch.inputs_left == 0 and not watch.pending and bool(watch.entered)
+                and all(call.inputs for call in watch.entered))
 
     def _post_backward_hook(self, flat_index: int, slot_index: int, param: nn.Parameter) -> None:
         """
@@ -462,15 +476,22 @@ class Unit(StandIn, Zero3Layer):
         self._fill_leaf()
         self.leave()
         self._release()
-        for flat in self.flats:
-            # Gradients cannot arrive in the memory of parameters that stay full.
-            flat.receive_buffer = flat.full.new_empty(0) if self.is_fetched else flat.full
+        self.choose_receive_buffers()
         super()._backup_grads()
         # The units around it may have waited for it.
         if in_backward():
             for unit in self.outside:
                 if unit.watch.entered:
                     unit._backward_event()
+
+    def choose_receive_buffers(self) -> None:
+        """
+        ### Choose where the other ranks' gradients arrive
+
+        They cannot arrive in the memory of parameters that stay full.
+        """
+        for flat in self.flats:
+            flat.receive_buffer = flat.full.new_empty(0) if self.is_fetched else flat.full
 
     def _fill_leaf(self) -> None:
         """
@@ -528,9 +549,9 @@ class TracedOrder(Schedule):
         self._follow(unit)
         wanted = [unit, *unit.externals]
         for each in wanted:
-            if each.kept_for and not (in_backward() or self.trace.kind):
+            if not (in_backward() or self.trace.kind):
                 # Outside a pass nobody knows whether the optimizer has stepped since.
-                each.reshard()
+                each.refresh()
             each.kept_for = None
             each.users.add(unit)
         self.fetch(wanted)
@@ -544,7 +565,9 @@ class TracedOrder(Schedule):
         backward = in_backward()
         trace = self.trace
         if unit is self.root and not backward:
-            self._begin_forward()
+            for each in self.units:
+                each.refresh()
+            trace.begin("forward" if torch.is_grad_enabled() else "eval")
         elif backward and not unit.reducer.unsettled:
             trace.begin("backward")
         elif backward != (trace.kind == "backward"):
@@ -553,15 +576,6 @@ class TracedOrder(Schedule):
         is_same_visit = backward and trace.seen[-1:] == [unit]
         if trace.kind and not is_same_visit:
             trace.seen.append(unit)
-
-    def _begin_forward(self) -> None:
-        """
-        #### A forward pass of the model begins
-        """
-        for unit in self.units:
-            if unit.kept_for:
-                unit.reshard()
-        self.trace.begin("forward" if torch.is_grad_enabled() else "eval")
 
     def end_forward(self) -> None:
         """
@@ -592,33 +606,19 @@ class TracedOrder(Schedule):
     def _fetch_all(self, wanted: list[Unit], upcoming: list[Unit]) -> None:
         """
         #### Gather these units, small ones together with the small ones that come after them
+
+        Up to `bucket_numel` elements share an all-gather, as far as they fit.
         """
-        bucket = self._bucket(wanted, upcoming) if self.bucket_numel else []
-        if bucket:
+        missing = [unit for unit in wanted if not unit.is_here]
+        if missing and self.bucket_numel:
+            missing += [unit for unit in _unused(upcoming) if not unit.is_here]
+            bucket = _first(missing, self.bucket_numel)
+            while not self._fits([*wanted, *bucket],
+                                 sum(unit.numel for unit in bucket)):
+                bucket.pop()
             fetch_together(bucket)
         for unit in wanted:
             unit.fetch_params()
-
-    def _bucket(self, wanted: list[Unit], upcoming: list[Unit]) -> list[Unit]:
-        """
-        #### The units to gather together: up to `bucket_numel` elements, as far as they fit
-        """
-        bucket: list[Unit] = []
-        _refresh(wanted)
-        if all(unit.is_here for unit in wanted):
-            return bucket
-        unused = [unit for unit in _with_externals(upcoming) if not unit.users]
-        _refresh(unused)
-        numel = 0
-        for unit in (*wanted, *unused):
-            if unit.is_here or unit in bucket:
-                continue
-            numel += unit.numel
-            if (numel > self.bucket_numel
-                    or not self._fits([*wanted, *bucket, unit], numel)):
-                break
-            bucket.append(unit)
-        return bucket
 
     def _make_room(self, wanted: list[Unit], upcoming: list[Unit]) -> None:
         """
@@ -626,18 +626,17 @@ class TracedOrder(Schedule):
         """
         if self._fits(wanted):
             return
-        spare = [unit for unit in self.units if unit.is_fetched
-                 and not (unit in wanted or unit.users or unit.persistent)]
+        unused = [unit for unit in self.units if unit.is_fetched
+                  and not (unit in wanted or unit.users or unit.persistent)]
         # The unit that comes last goes first.
-        spare.sort(key=lambda unit: upcoming.index(unit) if unit in upcoming
-                   else len(upcoming))
+        spare = sorted(unused, key=lambda unit: [*upcoming, unit].index(unit))
         while spare and not self._fits(wanted):
             spare.pop().reshard()
         if not self._fits(wanted):
-            # A packed buffer that a persistent unit, or a wanted one, has kept alive.
+            # A packed buffer of persistent units, or of wanted ones.
             for unit in self.units:
-                if unit.packed is not None:
-                    unit.packed.take(unit)
+                if unit.packed:
+                    unit.packed.wait()
         wanted[0].expect(self._fits(wanted), "cannot be fetched", "at most `max_live_numel`, "
                          f"{self.max_live_numel:,} full elements",
                          f"{self.live_numel(wanted):,} with it", "raise the limit, wrap "
@@ -650,8 +649,8 @@ class TracedOrder(Schedule):
         full_numel = sum(unit.numel for unit in self.units
                          if unit.is_fetched or unit.is_full_elsewhere or unit in wanted)
         # Packed buffers count beside their units.
-        packed = {unit.packed for unit in self.units}
-        return full_numel + sum(each.numel for each in packed if each)
+        packed = {unit.packed for unit in self.units if unit.packed}
+        return full_numel + sum(len(buffer) for each in packed for buffer in each.buffers)
 
     def _fits(self, wanted: list[Unit], packed_numel: int = 0) -> bool:
         """
@@ -682,31 +681,27 @@ class TracedOrder(Schedule):
         """
         #### The units that come soon: as many as `prefetch_numel` has room for
         """
-        soon: list[Unit] = []
-        numel = 0
-        for unit in _with_externals(upcoming):
-            if unit in soon or unit.users:
-                continue
-            numel += unit.numel
-            if numel > self.prefetch_numel:
-                break
-            soon.append(unit)
-        return soon
+        return _first(_unused(upcoming), self.prefetch_numel)
 
 
-def _with_externals(upcoming: list[Unit]) -> Iterator[Unit]:
+def _unused(upcoming: list[Unit]) -> Iterator[Unit]:
     """
-    #### These units, each followed by those whose parameters it uses
+    #### These units, each followed by those whose parameters it uses, but for those in use
     """
-    for user in upcoming:
-        yield user
-        yield from user.externals
+    return (unit for user in upcoming
+            for unit in (user, *user.externals)
+            if not unit.users)
 
 
-def _refresh(units: list[Unit]) -> None:
+def _first(units: Iterable[Unit], most_numel: int) -> list[Unit]:
     """
-    #### Free persistent units that are full of the values from before a step
+    #### The first ones of these units, which have at most so many elements together
     """
+    found: dict[Unit, None] = {}
     for unit in units:
-        if unit.persistent:
-            unit.refresh()
+        if unit not in found:
+            most_numel -= unit.numel
+            if most_numel < 0:
+                break
+            found[unit] = None
+    return [*found]

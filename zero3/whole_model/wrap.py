@@ -62,7 +62,7 @@ from zero3.offload.tiers import Offload
 from zero3.optimizer.steps import after_steps
 from zero3.sharded import Sharded, ShardedModel, communicator
 from zero3.watch import tensors_in
-from zero3.whole_model.materialise import Deferred, Source, save
+from zero3.whole_model.materialise import Source, save
 from zero3.whole_model.together import LayerPlace, Together, can_share
 from zero3.whole_model.units import StandIn, TracedOrder, Unit
 
@@ -86,11 +86,13 @@ class Zero3Model(StandIn, ShardedModel):
         super().__init__()
         self.comm = communicator(mesh=mesh)
         self.order = TracedOrder()
-        wrapping = _Wrapping(self, model, source, offload, mesh, activations)
+        shard = partial(self.unit_class, order=self.order, device=source.device, offload=offload,
+                        mesh=mesh, activations=activations)
+        wrapping = _Wrapping(self, model, source, shard)
         self.units: list[Unit] = wrapping.units_of(layer_classes, leaf_classes)
         # Units that stand for no module. Here the model finds their shards.
-        self.beside = nn.ModuleList(u for u in self.units if isinstance(u.module, Together))
-        self.order.units = self.units
+        self.beside = nn.ModuleList(
+            unit for unit in self.units if isinstance(unit.module, Together))
         self.sharded_layers = tuple(self.units)
         self.tied = wrapping.tied_by_name()  # parameters with several names, by these
         self.layout = wrapping.layout  # the names of the parameters that a plain module has
@@ -101,11 +103,12 @@ class Zero3Model(StandIn, ShardedModel):
         self._number_units()
         self._limit_live(max_live_numel, prefetch_numel)
         self.mark_persistent_parameters(persist_below_numel)
-        if can_share(self.comm):
-            self.order.bucket_numel = bucket_numel
+        self.order.bucket_numel = bucket_numel if can_share(self.comm) else 0
         self._count_steps()
         connect(self)
         self.known = Known([self])
+        # From now on, attributes that only the plain model has are set there.
+        self.order.units = self.units
 
     def layers_together(self, places: list[LayerPlace], rest_numel: int
                         ) -> list[list[LayerPlace]]:
@@ -148,39 +151,29 @@ class Zero3Model(StandIn, ShardedModel):
         #### Count the steps of optimizers that have shards of this model
         """
         shards = {id(shard) for shard in self.get_trainable_chunk()}
+        # Those that no optimizer has stepped yet.
         missed = set(shards)
 
         def count(model: Zero3Model, optimizer: Any, *_) -> None:
-            stepped = [p for group in optimizer.param_groups for p in group["params"]]
-            stepped += [states.shard for states in getattr(optimizer, "shard_states", ())]
-            if shards.isdisjoint(map(id, stepped)):
-                return
-            model.order.steps += 1
-            # Shards with a gradient and no optimizer yet, for `check`.
-            missed.difference_update(map(id, stepped))
-            model.missed = [] if not missed else [
-                unit.title for unit in model.units for shard in unit.get_trainable_chunk()
-                if id(shard) in missed and grad_of(shard) is not None]
+            stepped = {id(p) for group in optimizer.param_groups
+                       for p in group["params"]}
+            stepped |= {id(states.shard)
+                        for states in getattr(optimizer, "shard_states", ())}
+            if not shards.isdisjoint(stepped):
+                model.order.steps += 1
+                missed.difference_update(stepped)
+                # Those with a gradient, for `check`.
+                model.missed = [unit.title for unit in model.units if missed
+                                for shard in unit.get_trainable_chunk()
+                                if id(shard) in missed and grad_of(shard) is not None]
 
         after_steps.add(self, count)
 
-    # The model's attributes.
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            root: Any = super().__getattr__("module")
-            return root.read(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # `__init__` sets `known` last.
-        is_new = "known" in vars(self) and name not in vars(self) and name not in self._modules
-        is_new = is_new and "module" in self._modules and not hasattr(type(self), name)
-        if is_new and hasattr(self.module.module, name):
-            setattr(self.module.module, name, value)
-        else:
-            super().__setattr__(name, value)
+    def _plain(self) -> nn.Module:
+        """
+        #### The plain model
+        """
+        return self.module.module
 
     # ----------------------------------------------------------------------------------- settings
 
@@ -242,7 +235,12 @@ class Zero3Model(StandIn, ShardedModel):
         """
         ### Refuse what cannot be trained, before a forward pass
         """
-        self._check_children()
+        if self.known.has_changed():
+            # The model does not see layers that were assigned to this object: nobody would reduce
+            # the gradients of `model.extra = nn.Linear(8, 2)`.
+            extra = stray(self)
+            self.expect(not extra, "has new parameters", "those that it was wrapped with", extra,
+                        Unit.cure_for_new)
         self.module.guard.check()
         # Checked here and not in the step, because another optimizer may step them next.
         missed = self.missed
@@ -252,17 +250,6 @@ class Zero3Model(StandIn, ShardedModel):
                     "on `model.parameters()` of what `wrap` returned, because the plain model has "
                     "lost those outside the layers; or freeze what shall not train, "
                     "`unit.requires_grad_(False)`")
-
-    def _check_children(self) -> None:
-        """
-        #### Refuse layers that were assigned to this object, because the model does not see them
-
-        Nobody would reduce the gradients of `model.extra = nn.Linear(8, 2)`.
-        """
-        if self.known.has_changed():
-            extra = stray(self)
-            self.expect(not extra, "has new parameters", "those that it was wrapped with", extra,
-                        Unit.cure_for_new)
 
     def named_layers(self) -> Iterator[tuple[str, Sharded]]:
         """
@@ -299,30 +286,24 @@ class Zero3Model(StandIn, ShardedModel):
         """
         root = self.module
         plain = root.module
-        self._check_children()
-        root.guard.check()
+        self.check()
         # Every token needs the root, and a model may ask it for its device.
         arrive = plain.register_forward_pre_hook(lambda *_: self.order.arrive(root))
         with root.full_params(), root.guard, arrive:
             self.order.stack.append(root)
             try:
                 if hasattr(plain, "generate"):
-                    self._check_generate()
+                    every = dist.get_world_size() if dist.is_initialized() else 1
+                    self.expect(len(self.comm.ranks) in (1, every), "cannot generate",
+                                f"all {every} ranks, which its own `generate` waits for",
+                                f"ranks {[*self.comm.ranks]}", "wrap it without `mesh=`, or call "
+                                "`continue_tokens` on its forward")
                     return plain.generate(*args, synced_gpus=self.comm.world_size > 1, **kwargs)
                 return continue_tokens(plain, *args, groups=self.comm.sharers, **kwargs)
             finally:
                 self.order.stack.pop()
                 root.leave()
                 self.order.end_forward()
-
-    def _check_generate(self) -> None:
-        """
-        #### Refuse a model's own `generate` on a part of the ranks
-        """
-        every = dist.get_world_size() if dist.is_initialized() else 1
-        self.expect(len(self.comm.ranks) in (1, every), "cannot generate", f"all {every} ranks, "
-                    "which its own `generate` waits for", f"ranks {[*self.comm.ranks]}",
-                    "wrap it without `mesh=`, or call `continue_tokens` on its forward")
 
     def release_all(self) -> None:
         """
@@ -365,29 +346,6 @@ class Zero3Model(StandIn, ShardedModel):
         after_steps.remove(self)
         return plain
 
-    def memory_report(self) -> str:
-        """
-        ### A table of what each unit holds on this rank now
-
-        Elements with their padding, and bytes at rest and full.
-        """
-        row = "{:14,} {:14,} {:14,}  {:7} {}".format
-        table = [f"rank {self.comm.global_rank}, with 1/{self.comm.world_size} of each parameter",
-                 f"{'elements':>14} {'at rest':>14} {'full':>14}  tier    unit"]
-        cells = []
-        for unit in self.units:
-            is_full = unit.is_fetched or unit.is_full_elsewhere
-            rest_bytes = sum(flat.storage.rest_bytes for flat in unit.flats)
-            full_bytes = is_full * sum(flat.full.nbytes for flat in unit.flats)
-            cells.append((unit.numel, rest_bytes, full_bytes))
-            tiers = "+".join(dict.fromkeys(flat.storage.tier for flat in unit.flats)) or "none"
-            name = unit.label + ", persistent" * unit.persistent + ", leaf" * unit.leaf
-            table.append(row(*cells[-1], tiers, name))
-        totals = map(sum, zip(*cells, strict=True))
-        table.append(row(*totals, "", "together"))
-        table.append(f"{self.order.trace.misses} passes differed from the last of their kind")
-        return "\n".join(table)
-
 
 def wrap(model: nn.Module, layer_classes: Classes, *,
          leaf_classes: Classes = (),
@@ -408,8 +366,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
 
     All ranks call it alike. Call the model that this returns; the original has lost its parameters.
 
-    * `model` has values, and all ranks get those of rank 0; or it is on the meta device or has
-      `Deferred` layers, and is made one unit at a time
+    * `model` has values, and all ranks get those of rank 0; or it is on the meta device, and is
+      made one unit at a time
     * `layer_classes` is a class or several; layers inside other layers are units too
     * `leaf_classes` become units together with everything inside them: whatever depends on a rank's
       data, for instance the experts of a mixture with their router
@@ -457,38 +415,46 @@ class _Wrapping:
     ## How the layers of a model become units, each in the place where it stands
     """
 
-    def __init__(self, owner: Zero3Model, model: nn.Module, source: Source, offload: Offload,
-                 mesh: DeviceMesh | Links | None,
-                 activations: Activations | Offload | str | None):
+    def __init__(self, owner: Zero3Model, model: nn.Module, source: Source,
+                 shard: Callable[[nn.Module, str, bool], Unit]):
+        """
+        ### Choose a model
+
+        * `shard(module, path, leaf)` makes a unit
+        """
         self.owner = owner
         self.model = model
         self.source = source
-        self.offload = offload
-        self.mesh = mesh
-        self.activations = activations
-        self.layout: dict[nn.Module, list[str]] = {}
-        # All names of each parameter in the plain model.
+        self.shard = shard
+        # The names of each module's own parameters, in their order.
+        self.layout = {m: [*m._parameters] for m in model.modules()}
+        # All names of each parameter and buffer in the plain model.
         self.names: dict[torch.Tensor, list[str]] = {}
-        # The unit that has a parameter, and the parameter that replaced one on the meta device.
-        self.owners: dict[torch.Tensor, Unit] = {}
+        for name, t in (*model.named_parameters(remove_duplicate=False),
+                        *model.named_buffers(remove_duplicate=False)):
+            self.names.setdefault(t, []).append(name)
+        # The unit that has a parameter; `None` stands for the root, which is made last. And the
+        # parameter that replaced one on the meta device.
+        self.owners: dict[torch.Tensor, Any] = {}
         self.made: dict[torch.Tensor, torch.Tensor] = {}
         # Parameters that a unit uses and does not have: which, the unit, its module, the name.
         self.tied: list[tuple[torch.Tensor, Unit, nn.Module, str]] = []
-        # Parameters outside all layers.
-        self.at_root: set[torch.Tensor] = set()
 
     def units_of(self, layers: tuple[type, ...], leaves: tuple[type, ...]) -> list[Unit]:
         """
         ### Make the units, the root first
         """
-        places = [*_places(self.model, "", (*layers, Deferred), leaves)]
-        self._check((*layers, *leaves), len(places))
-        for name, param in self.model.named_parameters(remove_duplicate=False):
-            self.names.setdefault(param, []).append(name)
+        places = [*_places(self.model, "", layers, leaves)]
+        kind = type(self.model).__name__
+        for m in self.model.modules():
+            self.owner.expect(not isinstance(m, Zero3Layer), "is sharded already", "a plain model",
+                              kind, "`destroy()` it first")
+        self.owner.expect(bool(places), "has nothing to wrap", f"modules of {(*layers, *leaves)}",
+                          f"none inside of {kind}", "pass the classes of its layers")
         # The root owns whatever is outside all layers.
         inside = {m for place in places for m in place.layer.modules()}
-        self.at_root = {p for m in self.model.modules() if m not in inside
-                        for p in m._parameters.values() if p is not None}
+        self.owners = {p: None for m in self.model.modules() if m not in inside
+                       for p in m._parameters.values() if p is not None}
         together = self._units_together(places)
         units: dict[nn.Module, Unit] = {}
         for place in places:
@@ -496,6 +462,9 @@ class _Wrapping:
             if layer not in units:
                 units[layer] = self._unit(layer, place.path, place.is_leaf)
             place.parent._modules[place.name] = units[layer]
+        # The root keeps its own.
+        self.owners = {p: unit for p, unit in self.owners.items()
+                       if unit is not None}
         root = self._unit(self.model, "", leaf=False)
         for tied, user, module, name in self.tied:
             vars(module)[name] = self.made.get(tied, tied)
@@ -512,61 +481,42 @@ class _Wrapping:
             tied = any(len(self.names[p]) > 1 for p in place.layer.parameters())
             has_units = any(m in layers for m in place.layer.modules()
                             if m is not place.layer)
-            if not (tied or has_units or isinstance(place.layer, Deferred)):
+            if not (tied or has_units):
                 may_share.append(place)
-        rest_numel = sum(p.numel() for p in self.at_root)
+        rest_numel = sum(p.numel() for p in self.owners)
         return [self._unit(Together(shared), "", leaf=False)
                 for shared in self.owner.layers_together(may_share, rest_numel)]
-
-    def _check(self, classes: tuple[type, ...], found: int) -> None:
-        """
-        #### Refuse a model that cannot be wrapped
-        """
-        kind = type(self.model).__name__
-        for m in self.model.modules():
-            self.owner.expect(not isinstance(m, Zero3Layer), "is sharded already", "a plain model",
-                              kind, "`destroy()` it first")
-        self.owner.expect(found > 0, "has nothing to wrap", f"modules of {classes}",
-                          f"none inside of {kind}", "pass the classes of its layers")
 
     def _unit(self, layer: nn.Module, path: str, leaf: bool) -> Unit:
         """
         #### Make the unit of one layer, or of the root
         """
-        module = self.source.make(self.owner, layer, path)
         modules: dict[str, Any] = {
-            f"{path}.{at}".strip("."): m for at, m in own_modules(module)}
-        for m in modules.values():
-            self.layout.setdefault(m, [*m._parameters])
-        ties = self._untie(modules, is_root=layer is self.model)
-        before = {p for m in modules.values()
-                  for p in m._parameters.values() if p is not None}
-        self.made |= self.source.fill(self.owner, modules, path, self.names)
+            f"{path}.{at}".strip("."): m for at, m in own_modules(layer)}
+        ties = self._untie(modules)
+        made = self.source.fill(self.owner, modules, path, self.names)
         for _, m, name in ties:
             del vars(m)[name]
-        unit = self.owner.unit_class(module, self.owner.order, path, leaf, self.source.device,
-                                     self.offload, self.mesh, self.activations)
+        unit = self.shard(layer, path, leaf)
         if unit.flats:
             # The streams of a communicator are those of its parameters' device.
             self.owner.comm = unit.comm
-        for param in before:
-            self.owners[param] = unit
-            self.owners[self.made.get(param, param)] = unit
-        self.tied += [(param, unit, m, name) for param, m, name in ties]
+        self.made |= made
+        self.owners |= dict.fromkeys(
+            [*made, *(slot.param for slot in unit.slots())], unit)
+        self.tied += [(param, unit, m, name)
+                      for param, m, name in ties]
         return unit
 
-    def _untie(self, modules: dict[str, Any], is_root: bool) -> list[tuple]:
+    def _untie(self, modules: dict[str, Any]) -> list[tuple]:
         """
         #### Take parameters of other units out of a unit's modules, and say which and where
         """
-        others = set(self.owners)
-        if not is_root:
-            others |= self.at_root
         ties = []
         for m in modules.values():
             # A module that is in two units has them as plain attributes by now.
             for name, p in [*vars(m).items(), *m._parameters.items()]:
-                if isinstance(p, nn.Parameter) and p in others:
+                if isinstance(p, nn.Parameter) and p in self.owners:
                     ties.append((p, m, name))
                     m._parameters.pop(name, None)
                     # For a module that draws its values, and would draw these too.
@@ -578,25 +528,21 @@ class _Wrapping:
         """
         ### The parameters that have several names, by each of them
         """
-        found: dict[str, Any] = {}
-        for param, names in self.names.items():
-            if len(names) > 1:
-                found |= dict.fromkeys(names, self.made.get(param, param))
-        return found
+        return {name: self.made.get(t, t)
+                for t, names in self.names.items()
+                if len(names) > 1 and isinstance(t, nn.Parameter)
+                for name in names}
 
 
 def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
                     eos_token_id: int | None = None,
-                    temperature: float = 0.0,
-                    generator: torch.Generator | None = None,
                     groups: Iterable[Group] = ()) -> torch.Tensor:
     """
-    ## Continue sequences of tokens
+    ## Continue sequences of tokens, each by the likeliest next token
 
     * `model` returns logits, `(batch, length, vocabulary)`, first
     * `ids` are `(batch, length)`, of this rank
     * `eos_token_id` ends a sequence, and pads it
-    * `temperature` 0 takes the likeliest token, others draw with `generator`
     * `groups` have the ranks that go on until all of them are done, and all of these must call it;
       left out, this one alone
 
@@ -604,8 +550,8 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     """
     done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for _ in range(max_new_tokens):
-        logits = next(tensors_in(model(ids)))[:, -1].float()  # (batch, vocabulary) fp32
-        token = _next_token(logits, temperature, generator)
+        # (batch, length, vocabulary) to (batch,)
+        token = next(tensors_in(model(ids)))[:, -1].argmax(-1)
         if not done.all():
             if eos_token_id is not None:
                 token = token.where(~done, eos_token_id)
@@ -621,20 +567,10 @@ def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 2
     return ids
 
 
-def _next_token(logits: torch.Tensor, temperature: float, generator: torch.Generator | None
-                ) -> torch.Tensor:
-    """
-    #### The next token of each sequence: `(batch, vocabulary)` to `(batch,)`
-    """
-    if not temperature:
-        return logits.argmax(-1)
-    # Draw on the CPU, so that a seed means the same tokens on every device.
-    probabilities = torch.softmax(logits / temperature, -1).cpu()
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
-
-
-def _places(module: nn.Module, path: str, layers: tuple[type, ...], leaves: tuple[type, ...]
-            ) -> Iterator[LayerPlace]:
+def _places(module: nn.Module,
+            path: str,
+            layers: tuple[type, ...],
+            leaves: tuple[type, ...]) -> Iterator[LayerPlace]:
     """
     #### Where units will stand
     """
@@ -676,4 +612,3 @@ def main() -> None:
             events = [f"{e.event} {e.layer.split()[1]}" for e in tape.events if e.phase == phase
                     and e.event in ("fetch", "compute", "reduce")]
             print(f"step {step}, {phase}: {', '.join(events)}")
-    print(model.memory_report())
