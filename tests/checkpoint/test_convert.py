@@ -474,16 +474,12 @@ def test_the_command_line_says_what_is_there_and_what_is_broken(tmp_path, capsys
     """
     By file and rank, and with an exit status; a run's folder stands for its newest checkpoint, and
     to verify it is to verify all.
-    Proves `convert.main`, `inspect`, `verify`, `Broken`.
+    Proves `convert.main`, `verify`, `Broken`.
     """
     model, optimizer = shard(plain())
     train(model, optimizer, 0)
     for step in (1, 2):
         save(tmp_path, model, optimizer, step=step)
-    assert not command("inspect", tmp_path)
-    out = capsys.readouterr().out
-    assert f"{tmp_path}/step-00000002: step 2, " in out
-    assert "AdamW, 2 param groups" in out and "1.1.weight (7, 7)" in out
     assert not command("verify", tmp_path)
     assert capsys.readouterr().out.count(": as it was written") == 2
     file = CheckpointReader(newest(tmp_path)).files[0].path
@@ -505,7 +501,7 @@ def test_the_command_line_says_what_is_there_and_what_is_broken(tmp_path, capsys
     # What is a run's stays a run's.
     assert command("import", tmp_path / "out", tmp_path) == 1
     assert "is not empty" in capsys.readouterr().err and len(steps(tmp_path)) == 2
-    for args in (("inspect", tmp_path / "none"), ("import", tmp_path / "none", tmp_path / "x"),
+    for args in (("verify", tmp_path / "none"), ("import", tmp_path / "none", tmp_path / "x"),
                  ("universal", tmp_path / "none", tmp_path / "x")):
         assert command(*args) == 1
         assert "none" in capsys.readouterr().err

@@ -168,13 +168,13 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, capsys):
     Proves `check_files`, `_read_manifest`.
     """
     for i, (command_name, name) in enumerate((
-            ("import", "model.safetensors"), ("universal", ".metadata"), ("inspect", MANIFEST),
+            ("import", "model.safetensors"), ("universal", ".metadata"), ("export", MANIFEST),
             ("universal", "latest_universal"), ("verify", MANIFEST))):
         folder = tmp_path / f"{i}"
         folder.mkdir()
         os.mkfifo(folder / name)
         told = [command_name, folder, tmp_path / "out"]
-        assert command(*told[: 3 if command_name in ("import", "universal") else 2]) == 1
+        assert command(*told[: 2 if command_name == "verify" else 3]) == 1
         assert "is neither a file nor a folder" in capsys.readouterr().err
     os.mkfifo(tmp_path / "pipe.safetensors")
     assert command("import", tmp_path / "pipe.safetensors", tmp_path / "out") == 1
@@ -218,8 +218,7 @@ def test_what_does_not_print_is_escaped(tmp_path, capsys):
 
     rewrite(newest(tmp_path / "run"), forge)
     escaped = "\\x1b[2J\\nwrote it"
-    for what in (("inspect",), ("universal", tmp_path / "out"), ("verify",),
-                 ("export", tmp_path / "out")):
+    for what in (("universal", tmp_path / "out"), ("verify",), ("export", tmp_path / "out")):
         command(what[0], tmp_path / "run", *what[1:])
         told = capsys.readouterr()
         assert CLEAR not in told.out + told.err and "\nwrote" not in told.out + told.err
@@ -228,7 +227,7 @@ def test_what_does_not_print_is_escaped(tmp_path, capsys):
         load(tmp_path / "run", model, optimizer)
     assert CLEAR not in str(error.value)
     (tmp_path / f"x{CLEAR}").mkdir()
-    assert command("inspect", tmp_path / f"x{CLEAR}") == 1
+    assert command("verify", tmp_path / f"x{CLEAR}") == 1
     assert CLEAR not in capsys.readouterr().err
 
 
@@ -256,7 +255,7 @@ def test_the_command_line_ends_in_one_line_whatever_it_is_given(tmp_path, capsys
     told = capsys.readouterr()
     assert told.err.count("zero3.checkpoint ") == len(told.err.splitlines()) == 12
     assert not told.out and not (tmp_path / "out").exists()
-    for args in (("inspect", ""), ("export", tmp_path / "run", ""),
+    for args in (("verify", ""), ("export", tmp_path / "run", ""),
                  ("export", tmp_path / "run", tmp_path / "out", "--file-bytes", "-5"),
                  ("import", tmp_path / "run", tmp_path / "out", "--step", "-1"),
                  ("import", tmp_path / "run", tmp_path / "out", "--step", "9" * 300)):

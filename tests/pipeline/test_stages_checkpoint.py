@@ -466,17 +466,13 @@ def names():
 # ------------------------------------------------------------------------------- without a pipeline
 
 
-def test_the_command_line_reads_a_pipelines_checkpoint(saved, tmp_path, capsys):
+def test_the_command_line_reads_a_pipelines_checkpoint(saved, tmp_path):
     """
-    It says which stage has what, checks all files, and exports weights that plain PyTorch loads,
-    buffers included. Breaks where a conversion reads the files of the first stage alone.
-    Proves `inspect`, `verify`, `export`, `to_dcp`.
+    It checks all files, and exports weights that plain PyTorch loads, buffers included. Breaks
+    where a conversion reads the files of the first stage alone.
+    Proves `verify`, `export`, `to_dcp`.
     """
     path = newest(saved[0] / "a" / "1")
-    assert main(["inspect", str(path)]) == 0
-    told = capsys.readouterr().out
-    assert "saved by 4 ranks" in told and "in layer 0 (place 0 in the pipeline)" in told
-    assert "1 in 3.2.calls, whole on each rank (place 1 in the pipeline)" in told
     assert main(["verify", str(path)]) == 0
     assert main(["export", str(path), str(tmp_path / "plain")]) == 0
     plain = nn.Sequential(*layers(seed=1)).double()

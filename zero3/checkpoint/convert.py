@@ -1,8 +1,8 @@
 r"""
-# The checkpoint tool: inspect, verify, export, import
+# The checkpoint tool: verify, export, import
 
-`main` is the command line. It prints and checks checkpoints, and converts them, one parameter at a
-time, in one process without the model or a GPU.
+`main` is the command line. It checks checkpoints and converts them, one parameter at a time, in one
+process without the model or a GPU.
 
 | format | command | content |
 |---|---|---|
@@ -59,34 +59,7 @@ from zero3.offload.tensors import (
 )
 from zero3.whole_model.materialise import Source
 
-# ------------------------------------------------------------------------------ inspect and verify
-
-
-def inspect(folder: Path) -> None:
-    """
-    ## Print the flat parameters of a checkpoint and the parameters in them
-    """
-    checkpoint = CheckpointReader(folder)
-    manifest = checkpoint.manifest
-    nbytes = sum(file.nbytes for file in checkpoint.files)
-    print_escaped(f"{folder}: step {manifest['step']:,}, saved by {len(checkpoint.files)} ranks, "
-                  f"{nbytes:,} bytes")
-    at = [f" (place {place} in the pipeline)" if checkpoint.places > 1 else ""
-          for place in range(checkpoint.places)]
-    optimizer = manifest["optimizer"]
-    if optimizer is not None:
-        print_escaped(f"{optimizer['class']}, {len(optimizer['groups'])} param groups")
-    for flat in checkpoint.flats:
-        tensors = ", ".join(f"{key} {dtype}" for key, dtype in flat["keys"].items())
-        padding = f" and {flat['padding']} of padding" if flat["padding"] else ""
-        print_escaped(f"{flat['numel']:>14,}{padding} in layer {flat['layer'] or '(the rest)'}"
-                      f"{at[flat['place']]}, {flat['dtype']}; saved: {tensors}")
-        for entry in flat["params"]:
-            print_escaped(f"{math.prod(entry['shape']):>18,}  {' = '.join(entry['names'])} "
-                          f"{tuple(entry['shape'])}")
-    for name, place in manifest["replicated"].items():
-        numel = checkpoint.replicated(0, name).numel()
-        print_escaped(f"{numel:>14,} in {name}, whole on each rank{at[place]}")
+# ------------------------------------------------------------------------------------------ verify
 
 
 def verify(folders: list[Path]) -> int:
@@ -238,9 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         check_files(args.folder)
-        if args.command == "inspect":
-            inspect(_checkpoint_in(args.folder))
-        elif args.command == "verify":
+        if args.command == "verify":
             found = steps(args.folder) or steps(args.folder / "checkpoints")
             return verify([*found.values()] or [args.folder])
         elif args.command == "export":
@@ -303,7 +274,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m zero3.checkpoint")
     commands = parser.add_subparsers(required=True, dest="command")
     helps = {
-        "inspect": "print the contents of a checkpoint",
         "verify": "read a checkpoint, or all checkpoints of a run, and report damage",
         "export": "write the weights as safetensors",
         "import": "make a checkpoint of safetensors",

@@ -44,7 +44,7 @@ calls `clean_up_interrupted_saves`:
 **One run per folder.** Two runs would remove each other's partial folders. So rank 0 locks the
 folder at its first save, until its process ends.
 
-**Run this**: `python -m zero3.checkpoint inspect FOLDER` prints the contents of a checkpoint.
+**Run this**: `python -m zero3.checkpoint verify FOLDER` reads a checkpoint and reports damage.
 
 **Not covered, and what that costs**: several machines need a shared file system. Some cannot lock
 folders, NFS for example. The run then gets a warning in place of a lock.
