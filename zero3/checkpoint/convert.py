@@ -6,7 +6,7 @@ process without the model or a GPU.
 
 | format | command | content |
 |---|---|---|
-| Hugging Face's safetensors: a file, or several with an index | `export`, `import` | weights |
+| Hugging Face's safetensors | `export`, `import` | weights |
 | DeepSpeed's universal layout: a folder for each parameter | `universal` | and optimizer states |
 | `torch.distributed.checkpoint`, which FSDP2 loads | `universal --format dcp` | and options |
 
@@ -17,16 +17,14 @@ $$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text
 
 **Run this**: `python -m zero3.checkpoint --help`.
 
-**Not covered, and what that costs**: the parameters have the names of the plain model. You have to
-add a prefix such as Hugging Face's `model.` yourself.
+**Not covered, and what that costs**: `export` writes a single file, also of a large model; `import`
+reads several, too. The parameters have the names of the plain model. You have to add a prefix such
+as Hugging Face's `model.` yourself.
 """
 
 import argparse
-import math
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -49,14 +47,7 @@ from zero3.checkpoint.reader import (
     steps,
 )
 from zero3.checkpoint.tensor_files import check_files, check_name
-from zero3.offload.tensors import (
-    BLOCK_BYTES,
-    TYPES,
-    Broken,
-    Like,
-    write_index,
-    write_tensors,
-)
+from zero3.offload.tensors import BLOCK_BYTES, TYPES, Broken, Like, write_tensors
 from zero3.whole_model.materialise import Source
 
 # ------------------------------------------------------------------------------------------ verify
@@ -99,14 +90,12 @@ def _verify(checkpoint: CheckpointReader) -> None:
 
 def export(folder: Path,
            out: Path,
-           dtype: torch.dtype | None = None,
-           file_bytes: int = 5 << 30) -> None:
+           dtype: torch.dtype | None = None) -> None:
     """
     ## Export the weights for Hugging Face
 
-    * `out` is a folder without files of the same names
+    * `out` is a folder without a file `model.safetensors`
     * `dtype` is the new data type of floating-point parameters, by default that of the model
-    * `file_bytes` is the most that goes into a file, except for a larger parameter
     """
     checkpoint = CheckpointReader(folder)
     like: Like = {}
@@ -117,49 +106,13 @@ def export(folder: Path,
         tensor = checkpoint.replicated(0, name)
         like[name] = (tensor.dtype, tuple(tensor.shape))
 
-    files = _files(like, file_bytes)
     # The other names of a tied parameter.
     metadata = {"format": "pt"} | {other: param.name for param in checkpoint.params
                                    for other in param.entry["names"][1:]}
-    make_output_folder(out)
-
-    with ExitStack() as undo:
-        for file, names in files.items():
-            write_tensors(out / file, {name: like[name] for name in names},
-                          lambda name: _parts(checkpoint, name), metadata)
-            # An exception in a later file removes this one too.
-            undo.callback((out / file).unlink)
-        undo.pop_all()
-
-    total_bytes = sum(_nbytes(tensor) for tensor in like.values())
-    if len(files) > 1:
-        write_index(out, {name: file for file, names in files.items() for name in names},
-                    total_bytes)
+    path = make_output_folder(out) / "model.safetensors"
+    file = write_tensors(path, like, lambda name: _parts(checkpoint, name), metadata)
     print_escaped(f"wrote {len(like)} tensors of step {checkpoint.manifest['step']}, "
-                  f"{total_bytes:,} bytes, to {out}, in {len(files)} files")
-
-
-def _files(like: Like, file_bytes: int) -> dict[str, list[str]]:
-    """
-    #### The names of the tensors in each file
-    """
-    files: list[list[str]] = [[]]
-    left_bytes = file_bytes
-    # Larger elements first, as in a single file.
-    for name in sorted(like, key=lambda name: -like[name][0].itemsize):
-        if files[-1] and _nbytes(like[name]) > left_bytes:
-            files.append([])
-            left_bytes = file_bytes
-        files[-1].append(name)
-        left_bytes -= _nbytes(like[name])
-    if len(files) == 1:
-        return {"model.safetensors": files[0]}
-    return {f"model-{i:05}-of-{len(files):05}.safetensors": file for i, file in enumerate(files, 1)}
-
-
-def _nbytes(tensor: tuple[torch.dtype, tuple[int, ...]]) -> int:
-    dtype, shape = tensor
-    return math.prod(shape) * dtype.itemsize
+                  f"{file['nbytes']:,} bytes, to {path}")
 
 
 def _parts(checkpoint: CheckpointReader, name: str) -> Iterator[torch.Tensor]:
@@ -215,14 +168,11 @@ def main(argv: list[str] | None = None) -> int:
             found = steps(args.folder) or steps(args.folder / "checkpoints")
             return verify([*found.values()] or [args.folder])
         elif args.command == "export":
-            export(_checkpoint_in(args.folder), args.out, TYPES.get(args.dtype), args.file_bytes)
+            export(_checkpoint_in(args.folder), args.out, TYPES.get(args.dtype))
         elif args.command == "import":
             from_safetensors(args.folder, args.out, args.step)
         else:
             universal(args.folder, args.out, args.format, args.torch_adam, args.step)
-    except BrokenPipeError:
-        # `head`, for example, closes the output.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (Exception, CheckpointException) as error:
         # Another library can raise anything over a forged file. DCP's `CheckpointException` is not
         # an `Exception`.
@@ -286,14 +236,12 @@ def _parser() -> argparse.ArgumentParser:
         if name in ("export", "import", "universal"):
             command.add_argument("out", type=_path, metavar="OUT", help="the folder to write to")
         if name in ("import", "universal"):
-            command.add_argument("--step", type=_count, default=0, help="the number of steps "
+            command.add_argument("--step", type=int, default=0, help="the number of steps "
                                  "taken, if the source does not have it: safetensors, and DCP "
                                  "without an optimizer")
         if name == "export":
             command.add_argument("--dtype", choices=["F32", "BF16", "F16"], help="the data type "
                                  "of floating-point parameters, by default that of the model")
-            command.add_argument("--file-bytes", type=_count, default=5 << 30, metavar="N",
-                                 help="the most bytes in a file")
         if name == "universal":
             command.add_argument("--format", choices=["deepspeed", "dcp"], default="deepspeed")
             command.add_argument("--torch-adam", action="store_true", help="write for a DeepSpeed "
@@ -308,12 +256,3 @@ def _path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("it is empty: pass a folder, or `.` for this one")
     return Path(text)
-
-
-def _count(text: str) -> int:
-    """
-    #### A number of steps or bytes
-    """
-    if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number of at least 0")
-    return int(text)

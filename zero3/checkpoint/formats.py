@@ -91,7 +91,7 @@ def from_tensors(folder: Path,
 
     Raises `Broken` if the folder is not empty.
     """
-    if step < 0:
+    if not 0 <= step < 1 << 63:
         raise Broken(f"the step is {step}: pass a number of steps of at least 0")
     if folder.exists() and any(folder.iterdir()):
         raise Broken(f"{folder} is not empty: choose another")
