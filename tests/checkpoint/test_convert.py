@@ -143,7 +143,7 @@ def saves_gpt2(folder):
 def test_an_export_of_tied_weights_opens_in_hugging_face_and_by_safetensors(tmp_path):
     """
     Once in the file, and the other name in its header, as safetensors has it.
-    Proves `export`, `Entries.names`.
+    Proves `export`, `Entries._names`.
     """
     run(saves_gpt2, 2, tmp_path)
     assert not command("export", tmp_path, tmp_path / "out")

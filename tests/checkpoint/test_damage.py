@@ -369,7 +369,7 @@ def test_a_manifest_with_other_entries_is_refused_by_its_name(tmp_path):
           "optimizer": lambda told: told["optimizer"]}
     for of in at.values():
         for key in of(json.loads(good)):
-            if key in ("crc32", "extra", "place", "places", "param_group", "optimizer"):
+            if key in ("crc32", "extra", "place", "places", "param_group", "part", "optimizer"):
                 # What may be missing, and the checksum, which is written anew.
                 continue
             if of is at["states"] and key == "params":
@@ -468,7 +468,7 @@ def test_a_module_under_two_names_has_both_everywhere(tmp_path, kind):
     In the full parameters, in a checkpoint and in an export, parameters and buffers; another model
     loads them by either, also where the checkpoint has one name of each, and a step on it is that
     of plain PyTorch. Breaks with `named_children`, which drops the second name.
-    Proves `own_modules`, `plain_names`, `Entries.names`, `Entries.check`.
+    Proves `own_modules`, `plain_names`, `Entries._names`, `Entries.check`.
     """
     x, plainly, model = torch.randn(4, 2), Twice(), sharded(kind)
     for each in (plainly, model):

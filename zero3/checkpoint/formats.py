@@ -63,7 +63,7 @@ from zero3.checkpoint.reader import (
 )
 from zero3.checkpoint.tensor_files import check_name
 from zero3.guards.command_line import one_line
-from zero3.offload.tensors import TYPES, Broken, Like, type_name, write_tensors
+from zero3.offload.tensors import Broken, Like, type_name, write_tensors
 
 # DeepSpeed's name of the master. The moments have the names of torch's Adam.
 _FP32 = "fp32"
@@ -183,12 +183,11 @@ def to_deepspeed(folder: Path,
     for param in checkpoint.params:
         path = root / "zero" / param.name
         path.mkdir(exist_ok=True)
-        states = checkpoint.states(param)
-        for key in ("param", *states["moments"]):
+        for key in ("param", *param.states["moments"]):
             # Not in a variable, which would keep it in memory beside the next one.
             torch.save({"param": checkpoint.read_whole(param, key).to(torch.float32)},
                        path / f"{_FP32 if key == 'param' else key}.pt")
-        scalars = decode(states["scalars"])
+        scalars = decode(param.states["scalars"])
         if "step" in scalars:
             steps_taken = count(scalars["step"])
             torch.save(steps_taken, path / "step.pt")
@@ -218,7 +217,7 @@ def _check_file_names(checkpoint: CheckpointReader) -> None:
     """
     for param in checkpoint.params:
         check_name(param.name, as_path=True)
-        for key in checkpoint.states(param)["moments"]:
+        for key in param.states["moments"]:
             if check_name(key, as_path=True) in (_FP32, "step"):
                 raise Broken(f"`{param.name}` has a moment `{key}`, which is another file's name")
 
@@ -323,12 +322,11 @@ def dcp_state(checkpoint: Listing, replicated: dict[str, torch.Tensor]) -> dict[
     model: dict[str, torch.Tensor] = {}
     states: dict[str, dict[str, object]] = {}
     for param in checkpoint.params:
-        dtypes = checkpoint.flats[param.flat]["keys"]
         for name in param.entry["names"]:
-            model[name] = _meta(TYPES[dtypes["param"]], param.shape)
-        known = checkpoint.states(param)
-        states[param.name] = {key: _meta(TYPES[dtypes[key]], param.shape)
-                              for key in known["moments"]} | decode(known["scalars"])
+            model[name] = _meta(checkpoint.dtype(param, "param"), param.shape)
+        states[param.name] = decode(param.states["scalars"])
+        for key in param.states["moments"]:
+            states[param.name][key] = _meta(checkpoint.dtype(param, key), param.shape)
     model |= replicated
     states = {name: known for name, known in states.items() if known}
     state: dict[str, object] = {"model": model}

@@ -321,10 +321,10 @@ class Param:
     ## A parameter in a checkpoint
     """
 
-    # The number of its flat parameter.
-    flat: int
+    flat: int  # the number of its flat parameter
     entry: ParamEntry
-    # If ranks split it, all of its parts. Its names are those of the first one.
+    states: StatesEntry  # its optimizer states; `params` is left out
+    # If ranks split it, all of its parts. Its names and states are those of the first one.
     parts: list["Param"] = field(default_factory=list)
 
     @property
@@ -367,8 +367,9 @@ class Listing:
         self.flats = manifest["flats"]
         self.world_size = manifest["world_size"]
         self.places = manifest["places"]
-        self.params = merge_parts([Param(i, entry) for i, flat in enumerate(self.flats)
-                                   for entry in flat["params"]])
+        self.params = merge_parts([
+            Param(i, entry, _states_of(flat, at)) for i, flat in enumerate(self.flats)
+            for at, entry in enumerate(flat["params"])])
         self.by_name = {name: param for param in self.params for name in param.entry["names"]}
 
     def find(self, names: list[str]) -> Param | None:
@@ -377,19 +378,24 @@ class Listing:
         """
         return next((self.by_name[name] for name in names if name in self.by_name), None)
 
-    def states(self, param: Param) -> StatesEntry:
+    def dtype(self, param: Param, key: str) -> torch.dtype:
         """
-        ### The optimizer states of a parameter: the names of its moments, and its other states
+        ### The data type of a saved parameter or moment
         """
-        flat = self.flats[param.flat]
-        group = param.entry["param_group"]
-        index = flat["params"].index(param.entry)
-        for states in flat["states"]:
-            # A parameter without elements is in no list, and has the states of its param group.
-            of_all = states["params"] is None or 0 in param.entry["shape"]
-            if states["param_group"] == group and (of_all or index in (states["params"] or ())):
-                return {**states, "params": None}
-        return {"param_group": group, "moments": [], "scalars": {}, "params": None}
+        return TYPES[self.flats[param.flat]["keys"][key]]
+
+
+def _states_of(flat: FlatEntry, at: int) -> StatesEntry:
+    """
+    #### The optimizer states of parameter `at` of a flat one
+    """
+    entry = flat["params"][at]
+    for states in flat["states"]:
+        # A parameter without elements is in no list, and has the states of its param group.
+        is_meant = states["params"] is None or at in states["params"] or 0 in entry["shape"]
+        if is_meant and states["param_group"] == entry["param_group"]:
+            return {"moments": states["moments"], "scalars": states["scalars"]}
+    return {"moments": [], "scalars": {}}
 
 
 class CheckpointReader(Listing):
@@ -462,52 +468,38 @@ class CheckpointReader(Listing):
         Returns `(end - begin,)` in the data type of the file. Raises `Broken` with the parameter,
         the file and its rank.
         """
+        values = torch.empty(end - begin, dtype=self.dtype(param, key))
+        # A piece at a time, because each is in memory twice: in `values` and as bytes.
+        for at in range(0, len(values), PART_NUMEL):
+            self._read_into(values[at : at + PART_NUMEL], param, key, begin + at)
+        return values
+
+    def _read_into(self, values: torch.Tensor,
+                   param: Param,
+                   key: str,
+                   begin: int) -> None:
+        """
+        #### Read the elements from `begin` on into `values`
+        """
+        end = begin + len(values)
+        # The ranks that have split it have some of the elements each.
+        for each in param.parts:
+            part: Any = each.part
+            found = self.read(each, key, part.before(begin), part.before(end))
+            values[part.holds(torch.arange(begin, end))] = found
         if param.parts:
-            return self._read_parts(param.parts, key, begin, end)
+            return
         flat = self.flats[param.flat]
         shard_numel = self._shard_numel(flat)
         files = self.files_at(flat["place"])
         with errors_name(f"`{param.name}`, its {key}"):
-            values = torch.empty(end - begin, dtype=TYPES[flat["keys"][key]])
-            done = 0
-            while done < len(values):
+            while len(values):
                 # The formula above: the file, and the element of its shard.
-                rank, first = divmod(param.entry["offset"] + begin + done, shard_numel)
-                # Read in parts, because each part is in memory twice: in `values` and as bytes.
-                last = min(shard_numel, first + len(values) - done, first + PART_NUMEL)
+                rank, first = divmod(param.entry["offset"] + end - len(values), shard_numel)
+                last = min(shard_numel, first + len(values))
                 part = files[rank].read(f"{param.flat}.{key}", first, last)
-                values[done : done + last - first] = part
-                done += last - first
-        return values
-
-    def _read_parts(self, parts: list[Param],
-                    key: str,
-                    begin: int,
-                    end: int) -> torch.Tensor:
-        """
-        #### Read elements of a parameter that ranks have split
-        """
-        like: Any = parts[0].part
-        # With one row, the parts follow each other.
-        if like.rows == 1:
-            found = []
-            for each in parts:
-                part: Any = each.part
-                first = part.begin * part.width
-                if begin < first + each.numel and end > first:
-                    found.append(self.read(each, key, max(begin - first, 0),
-                                           min(end - first, each.numel)))
-            return torch.cat(found)
-        row = like.size * like.width
-        first = begin // row
-        last = -(-end // row)
-        rows = torch.empty((last - first) * row,
-                           dtype=TYPES[self.flats[parts[0].flat]["keys"][key]])
-        for each in parts:
-            part = each.part
-            own = each.numel // part.rows
-            part.put(rows, self.read(each, key, first * own, last * own))
-        return rows[begin - first * row : end - first * row]
+                values[: len(part)] = part
+                values = values[len(part) :]
 
     def read_whole(self, param: Param, key: str = "param") -> torch.Tensor:
         """
@@ -539,7 +531,7 @@ def merge_parts(params: list[Param]) -> list[Param]:
     """
     found: dict[str, Param] = {}
     for param in params:
-        first = found.setdefault(param.name, Param(param.flat, param.entry))
+        first = found.setdefault(param.name, replace(param, parts=[]))
         if param.part:
             first.parts.append(param)
     for param in found.values():
