@@ -62,27 +62,14 @@ def verify(folders: list[Path]) -> int:
     status = 0
     for folder in folders:
         try:
-            _verify(CheckpointReader(folder))
+            for file in CheckpointReader(folder).files:
+                for i in range(-(-file.nbytes // BLOCK_BYTES)):
+                    file.block(i)
             print_escaped(f"{folder}: as it was written")
         except Exception as error:
             status = 1
             print_escaped(f"{folder}: {_in_a_line(error)}", sys.stderr)
     return status
-
-
-def _verify(checkpoint: CheckpointReader) -> None:
-    """
-    #### Check all blocks of all files, and that the headers agree with the manifest
-    """
-    for file in checkpoint.files:
-        for i in range(-(-file.nbytes // BLOCK_BYTES)):
-            file.block(i)
-    for i, flat in enumerate(checkpoint.flats):
-        for file in checkpoint.files_at(flat["place"]):
-            end = -(-flat["numel"] // checkpoint.world_size)
-            for key in flat["keys"]:
-                # No elements: this only checks that the header has so many.
-                file.read(f"{i}.{key}", end, end)
 
 
 # ----------------------------------------------------------------------------------- safetensors
