@@ -992,7 +992,7 @@ def from_plain(folder):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save(trained, checkpoint_id=folder / "plain", no_dist=True)
-            from_dcp(folder / "plain", folder / "ours", 3)
+            from_dcp(folder / "plain", folder / "ours")
     dist.barrier()
     model, optimizer = new(group_by=by_shape)
     load(folder / "ours", model, optimizer)

@@ -114,11 +114,9 @@ def _parts(checkpoint: CheckpointReader, name: str) -> Iterator[torch.Tensor]:
         yield checkpoint.read(param, "param", begin, min(begin + PART_NUMEL, param.numel))
 
 
-def from_safetensors(source: Path,
-                     folder: Path,
-                     step: int) -> None:
+def from_safetensors(source: Path, folder: Path) -> None:
     """
-    ## Make a checkpoint of Hugging Face's safetensors
+    ## Make a checkpoint of Hugging Face's safetensors, of step 0
 
     * `source` is a file, an index of several files, or the folder of either
     """
@@ -136,7 +134,7 @@ def from_safetensors(source: Path,
         with safe_open(files[name], framework="pt") as file:
             return file.get_tensor(name)
 
-    from_tensors(folder, step, tensors, {}, read)
+    from_tensors(folder, 0, tensors, {}, read)
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -157,9 +155,9 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "export":
             export(_checkpoint_in(args.folder), args.out, TYPES.get(args.dtype))
         elif args.command == "import":
-            from_safetensors(args.folder, args.out, args.step)
+            from_safetensors(args.folder, args.out)
         else:
-            universal(args.folder, args.out, args.format, args.torch_adam, args.step)
+            universal(args.folder, args.out, args.format, args.torch_adam)
     except (Exception, CheckpointException) as error:
         # Another library can raise anything over a forged file. DCP's `CheckpointException` is not
         # an `Exception`.
@@ -171,15 +169,14 @@ def main(argv: list[str] | None = None) -> int:
 def universal(source: Path,
               out: Path,
               style: str,
-              torch_adam: bool,
-              step: int) -> None:
+              torch_adam: bool) -> None:
     """
     ## Convert a checkpoint to another format, or make a checkpoint of one
 
     * `style` is the format to write, `deepspeed` or `dcp`
     """
     if (source / ".metadata").exists():
-        from_dcp(source, out, step)
+        from_dcp(source, out)
     elif (source / "latest_universal").exists() or (source / "zero").is_dir():
         from_deepspeed(source, out)
     elif style == "dcp":
@@ -222,10 +219,6 @@ def _parser() -> argparse.ArgumentParser:
                              help="the folder of a run or of a checkpoint, or the source to read")
         if name in ("export", "import", "universal"):
             command.add_argument("out", type=_path, metavar="OUT", help="the folder to write to")
-        if name in ("import", "universal"):
-            command.add_argument("--step", type=int, default=0, help="the number of steps "
-                                 "taken, if the source does not have it: safetensors, and DCP "
-                                 "without an optimizer")
         if name == "export":
             command.add_argument("--dtype", choices=["F32", "BF16", "F16"], help="the data type "
                                  "of floating-point parameters, by default that of the model")

@@ -91,8 +91,6 @@ def from_tensors(folder: Path,
 
     Raises `Broken` if the folder is not empty.
     """
-    if not 0 <= step < 1 << 63:
-        raise Broken(f"the step is {step}: pass a number of steps of at least 0")
     if folder.exists() and any(folder.iterdir()):
         raise Broken(f"{folder} is not empty: choose another")
     flats = [flat_entry(name, keys, scalars.get(name, {})) for name, keys in tensors.items()]
@@ -406,18 +404,15 @@ def name_and_key(dcp_key: str) -> tuple[str, str]:
     return name, key
 
 
-def from_dcp(source: Path,
-             folder: Path,
-             step: int) -> None:
+def from_dcp(source: Path, folder: Path) -> None:
     """
     ## Make a checkpoint of a DCP folder
 
-    * `step` is the number of steps taken; 0 takes it from the optimizer states
+    Its step is that of the optimizer states; of weights alone it is 0.
     """
     found = DcpFolder(source)
     steps_taken = [int(known["step"]) for known in found.scalars.values() if "step" in known]
-    from_tensors(folder, step or max(steps_taken, default=0), found.tensors, found.scalars,
-                 found.read)
+    from_tensors(folder, max(steps_taken, default=0), found.tensors, found.scalars, found.read)
 
 
 class DcpFolder:
