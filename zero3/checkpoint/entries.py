@@ -313,19 +313,19 @@ class Entries(Named):
             return None
         return {
             "class": self.optimizer_class,
-            "groups": [encode({**self._class_of(i), **{
+            "groups": [encode({"optimizer": self._class_of(i), **{
                 k: v for k, v in group.items() if k not in NOT_SAVED}}, "param group")
                 for i, group in enumerate(self.param_groups)],
             "scale": {key: getattr(self.optimizer, key) for key in _SCALE
                       if hasattr(self.optimizer, key)},
         }
 
-    def _class_of(self, index: int) -> dict[str, str]:
+    def _class_of(self, index: int) -> str:
         """
-        #### The class of a param group that is stepped whole, as one of its saved options
+        #### The class that steps a param group
         """
         inner = self.inner.get(index)
-        return {"optimizer": type(inner).__name__} if inner else {}
+        return type(inner).__name__ if inner else self.optimizer_class
 
     def manifest(self, described: list[FlatEntry]) -> Manifest:
         """
@@ -467,12 +467,6 @@ class Entries(Named):
 
         An error inside `take` would leave the model half loaded.
         """
-        mine = self.optimizer_class
-        # Not every format has the class.
-        theirs = (saved["class"] if saved else "") or mine
-        _expect(theirs == mine or {theirs, mine} == {"Adam", "AdamW"},
-                f"the optimizer is {theirs} in the checkpoint, {mine} here; leave it out to load "
-                "the weights alone")
         if saved:
             self._check_options(saved, groups)
         first_state_of = cache(self._first_state)
@@ -518,10 +512,12 @@ class Entries(Named):
         for theirs, mine in groups.items():
             here = self.param_groups[mine]
             options = decode(saved["groups"][theirs])
-            classes = [each.pop("optimizer", self.optimizer_class)
-                       for each in (options, self._class_of(mine))]
-            _expect(saved["class"] == "" or classes[0] == classes[1], f"param group {theirs} is "
-                    f"stepped by {classes[0]} there, and by {classes[1]} here")
+            # Not every format has the class.
+            there = options.pop("optimizer", saved["class"]) or self._class_of(mine)
+            classes = {there, self._class_of(mine)}
+            _expect(len(classes) == 1 or classes == {"Adam", "AdamW"}, f"param group {theirs} is "
+                    f"stepped by {there} there, and by {self._class_of(mine)} here; leave the "
+                    "optimizer out to load the weights alone")
             for key, value in options.items():
                 # A scheduler adds options such as `initial_lr`, which this group may not have yet.
                 like = here.get(key, here.get("lr") if key.endswith("lr") else None)
@@ -559,7 +555,7 @@ class Entries(Named):
             end = min(own.slot.end, last)
             if begin < end and key in ("param", *own.found.states["moments"]):
                 read = partial(checkpoint.read, own.found, key)
-                place = (begin - own.slot.offset, end - own.slot.offset)
+                place = begin - own.slot.offset, end - own.slot.offset
                 found = own.part.read(*place, read) if own.part else read(*place)
                 if values is None:
                     values = torch.zeros(last - first, dtype=found.dtype)
@@ -571,23 +567,20 @@ class Entries(Named):
         """
         ### Load all values of a checkpoint into the model and the optimizer
         """
-        for layer in {flat.layer for flat in self.flats}:
-            # Its full parameters have the old values.
-            layer.reshard()
         for flat in self.flats:
+            # Its full parameters have the old values.
+            flat.layer.reshard()
             if flat.owned:
                 # Cut the shard between parameters that have different states in the checkpoint.
                 flat.owned.repartition([own.found.states for own in flat.params], self.state)
                 flat.pieces = flat.owned.pieces
-        if isinstance(self.optimizer, Zero3Optimizer):
-            self.optimizer.regroup()
-        for flat in self.flats:
             with self.here(flat, write=True) as here:
                 for where, master, _ in here:
                     master.copy_(self.shard(checkpoint, flat, "param", where))
                 self._take_states(checkpoint, flat)
-        if self.owners is not None:
-            self._take_wholes(checkpoint, self.owners)
+        if isinstance(self.optimizer, Zero3Optimizer):
+            self.optimizer.regroup()
+            self._take_wholes(checkpoint, self.optimizer.owners)
         for name, tensor in self.found.items():
             tensor.copy_(checkpoint.replicated(self.comm.rank, name))
         if self.optimizer is not None:
@@ -722,19 +715,16 @@ def _kind(value: object) -> object:
     """
     #### The kind of an option or of a state: equal for values that can replace each other
 
-    Any finite number may replace another one. A whole number needs at most 64 bits. Of tensors with
+    Any number may replace another one, if it is finite and fits into 64 bits. Of tensors with
     several elements, each may replace another one.
     """
-    if isinstance(value, torch.Tensor):
-        if value.dim():
-            return torch.Tensor
+    if isinstance(value, torch.Tensor) and not value.dim():
         value = value.item()
     if isinstance(value, (list, tuple)):
         return [_kind(each) for each in value]
-    if isinstance(value, float):
-        return float if math.isfinite(value) else value
-    is_whole = type(value) is int and -(1 << 63) <= value < 1 << 63
-    return float if is_whole else type(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float if abs(value) < 1 << 63 else value
+    return type(value)
 
 
 def _merge_states(states: list[StatesEntry]) -> list[StatesEntry]:

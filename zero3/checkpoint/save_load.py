@@ -217,8 +217,8 @@ class Saving:
             described = self._prepare(extra)
         self.manifest |= self.entries.manifest(described)
         # One replica writes, because the others would write the same.
-        one_writes = self.entries.comm.in_first_replica
-        listed = self.entries.entries(self.manifest) if one_writes else []
+        listed = (self.entries.entries(self.manifest) if self.entries.comm.in_first_replica
+                  else [])
         # The random number states of each replica of this shard (all-gather).
         own = json.dumps(encode(_random_states(self.entries.device)))
         streams = self.entries.comm.replicas.gather(own)
