@@ -268,12 +268,10 @@ def poison(path, change, file_change=None):
 
 def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
     """
-    Options of param groups, what the optimizer counts, its loss scale and the random numbers'
-    states, each made something of another type, shape or kind, or left out: refused, with the
-    weights, the options and the states as before, and the next step is taken. Breaks where an
-    option is taken over as it stands, or a state is first set after the weights are there.
-    Proves `Entries._check_optimizer`, `Entries._check_options`, `_check_states`, `_kind`,
-    `_check_random_states`, `load`.
+    What the optimizer counts and the random numbers' states, each made something of another type,
+    or left out: refused, with the weights, the options and the states as before, and the next step
+    is taken. Breaks where a state is first set after the weights are there.
+    Proves `Entries._check_optimizer`, `_check_states`, `_check_random_states`, `load`.
     """
     model, optimizer = shard(plain())
     train(model, optimizer, 0)
@@ -281,33 +279,15 @@ def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
     path = newest(tmp_path / "run")
     good = {name: (path / name).read_bytes() for name in (MANIFEST, file_name(0, 1))}
 
-    def option(key, value):
-        return lambda told: told["optimizer"]["groups"][0].update({key: value})
-
-    def scale(key, value):
-        return lambda told: told["optimizer"]["scale"].update({key: value})
-
     def state(change):
         return lambda told: [change(each) for flat in told["flats"] for each in flat["states"]]
 
     nothing = lambda told: None  # noqa: E731
-    cases = [(option(key, value), None) for key, value in (
-        ("lr", "x"), ("lr", float("nan")), ("lr", float("inf")), ("lr", True),
-        ("params", []), ("fused", "x"), ("betas", [0.9]),
-        ("betas", 0.9), ("maximize", "yes"), ("eps", None), ("weight_decay", [1]),
-        ("weight_decay", {"__tensor__": "0000803f0000803f", "dtype": "F32", "shape": [2]}),
-        ("initial_lr", "x"), ("more", {"a": 1}))]
-    cases += [(scale(key, value), None) for key, value in (
-        ("step", 5), ("loss_scale", 0), ("loss_scale", float("nan")), ("loss_scale", "x"),
-        ("good_steps", -1), ("good_steps", 0.5), ("skipped_steps", None))]
-    cases += [(state(change), None) for change in (
+    cases = [(state(change), None) for change in (
         lambda each: each["scalars"].update(step="x"), lambda each: each["scalars"].update(step=1),
-        lambda each: each["scalars"].update(
-            step={"__tensor__": "0000c07f", "dtype": "F32", "shape": []}),
         lambda each: each.update(moments=[]), lambda each: each.update(scalars={}),
         lambda each: each["moments"].append("exp_avg_cubed"))]
-    cases += [(lambda told: [flat.update(states=[]) for flat in told["flats"]], None),
-              (option("weight_decay", 1 << 64), None)]
+    cases.append((lambda told: [flat.update(states=[]) for flat in told["flats"]], None))
     cases += [(nothing, (b"MT19937", b"MT19936")),
               (nothing, (rb'\"python\": {\"__tuple__\": [3,', rb'\"python\": {\"__tuple__\": [9,')),
               (nothing, (rb'\"python\"', rb'\"pythom\"'))]
@@ -361,7 +341,7 @@ def test_a_manifest_with_other_entries_is_refused_by_its_name(tmp_path):
                 with pytest.raises(Broken, match=MANIFEST):
                     CheckpointReader(path)
                 (path / MANIFEST).write_bytes(good)
-    # The values of options are the checkpoint's own, and only their kinds are compared.
+    # The values of options are the checkpoint's own.
     rewrite(path, lambda told: told["optimizer"]["groups"][0].update(lr=-1.0))
     load(path, model, optimizer)
     assert optimizer.param_groups[0]["lr"] == -1.0
@@ -378,7 +358,7 @@ def test_options_that_are_right_come_back(tmp_path):
     Those that a scheduler has added, a learning rate in a tensor, an `eps` of zero and integers for
     numbers; by torch's optimizers too, and by one of somebody's own with an argument that no option
     names. Breaks where a check is stricter than the optimizer.
-    Proves `Entries._first_state`, `first_state`, `Entries._take_options`, `_kind`.
+    Proves `Entries._first_state`, `first_state`, `Entries._take_options`.
     """
     class Own(torch.optim.SGD):
         def __init__(self, params, must, **kwargs):

@@ -35,7 +35,6 @@ parameters with different numbers of steps cannot be loaded into one.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -468,7 +467,7 @@ class Entries(Named):
         An error inside `take` would leave the model half loaded.
         """
         if saved:
-            self._check_options(saved, groups)
+            self._check_classes(saved, groups)
         first_state_of = cache(self._first_state)
         for own in self.params:
             states = own.found.states
@@ -505,31 +504,17 @@ class Entries(Named):
         except (TypeError, ValueError):
             return {}
 
-    def _check_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
+    def _check_classes(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """
-        #### Make sure that the saved options and loss scale are of the right kind
+        #### Make sure that the classes that step the param groups are the same
         """
         for theirs, mine in groups.items():
-            here = self.param_groups[mine]
-            options = decode(saved["groups"][theirs])
+            here = self._class_of(mine)
             # Not every format has the class.
-            there = options.pop("optimizer", saved["class"]) or self._class_of(mine)
-            classes = {there, self._class_of(mine)}
-            _expect(len(classes) == 1 or classes == {"Adam", "AdamW"}, f"param group {theirs} is "
-                    f"stepped by {there} there, and by {self._class_of(mine)} here; leave the "
-                    "optimizer out to load the weights alone")
-            for key, value in options.items():
-                # A scheduler adds options such as `initial_lr`, which this group may not have yet.
-                like = here.get(key, here.get("lr") if key.endswith("lr") else None)
-                fits = _kind(value) == _kind(like) if like is not None else type(value) is not dict
-                _expect(key not in NOT_SAVED and fits, f"param group {theirs} has a `{key}` of "
-                        f"{value!r:.60} there, and of {like!r:.60} here")
-        for key, value in saved["scale"].items():
-            counts = key in _SCALE and type(value) is int and value >= 0
-            scales = (isinstance(value, (int, float)) and value is not True
-                      and 0 < value < math.inf)
-            _expect(scales if key == "loss_scale" else counts,
-                    f"the optimizer's `{key}` is {value!r:.60} there")
+            there = saved["groups"][theirs].get("optimizer", saved["class"]) or here
+            _expect(there == here or {there, here} == {"Adam", "AdamW"},
+                    f"param group {theirs} is stepped by {there} there, and by {here} here; leave "
+                    "the optimizer out to load the weights alone")
 
     # --------------------------------------------------------------------------------------- load
 
@@ -705,26 +690,9 @@ def _check_states(own: Own, needed: dict[str, object]) -> None:
     scalars = decode(own.found.states["scalars"])
     for key, like in needed.items():
         value = scalars.get(key)
-        fits = type(value) is type(like) and _kind(value) == _kind(like)
-        _expect(fits or key in own.found.states["moments"],
+        _expect(type(value) is type(like) or key in own.found.states["moments"],
                 f"`{own.names[0]}` has a `{key}` of {value!r:.60} there, and this optimizer needs "
                 f"one like {like!r:.60}")
-
-
-def _kind(value: object) -> object:
-    """
-    #### The kind of an option or of a state: equal for values that can replace each other
-
-    Any number may replace another one, if it is finite and fits into 64 bits. Of tensors with
-    several elements, each may replace another one.
-    """
-    if isinstance(value, torch.Tensor) and not value.dim():
-        value = value.item()
-    if isinstance(value, (list, tuple)):
-        return [_kind(each) for each in value]
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float if abs(value) < 1 << 63 else value
-    return type(value)
 
 
 def _merge_states(states: list[StatesEntry]) -> list[StatesEntry]:
