@@ -1,12 +1,12 @@
 r"""
-# The checkpoint tool: verify, export, import
+# The checkpoint tool: verify, export, convert
 
 `main` is the command line. It checks checkpoints and converts them, one parameter at a time, in one
 process without the model or a GPU.
 
 | format | command | content |
 |---|---|---|
-| Hugging Face's safetensors | `export`, `import` | weights |
+| Hugging Face's safetensors | `export` | weights |
 | DeepSpeed's universal layout: a folder for each parameter | `universal` | and optimizer states |
 | `torch.distributed.checkpoint`, which FSDP2 loads | `universal --format dcp` | and options |
 
@@ -17,9 +17,9 @@ $$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text
 
 **Run this**: `python -m zero3.checkpoint --help`.
 
-**Not covered, and what that costs**: `export` writes a single file, also of a large model; `import`
-reads several, too. The parameters have the names of the plain model. You have to add a prefix such
-as Hugging Face's `model.` yourself.
+**Not covered, and what that costs**: `export` writes a single file, also of a large model. The
+parameters have the names of the plain model. You have to add a prefix such as Hugging Face's
+`model.` yourself. Only `wrap(model, checkpoint=...)` reads safetensors.
 """
 
 import argparse
@@ -28,13 +28,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zero3.checkpoint.formats import (
     from_dcp,
     from_deepspeed,
-    from_tensors,
     print_escaped,
     to_dcp,
     to_deepspeed,
@@ -46,9 +44,7 @@ from zero3.checkpoint.reader import (
     newest,
     steps,
 )
-from zero3.checkpoint.tensor_files import check_name
 from zero3.offload.tensors import BLOCK_BYTES, TYPES, Broken, Like, write_tensors
-from zero3.whole_model.materialise import Source
 
 # ------------------------------------------------------------------------------------------ verify
 
@@ -114,29 +110,6 @@ def _parts(checkpoint: CheckpointReader, name: str) -> Iterator[torch.Tensor]:
         yield checkpoint.read(param, "param", begin, min(begin + PART_NUMEL, param.numel))
 
 
-def from_safetensors(source: Path, folder: Path) -> None:
-    """
-    ## Make a checkpoint of Hugging Face's safetensors, of step 0
-
-    * `source` is a file, an index of several files, or the folder of either
-    """
-    files = Source(torch.device("cpu"), checkpoint=source).files
-    if not files:
-        raise Broken(f"{source} has no tensors")
-    tensors = {}
-    for name, path in files.items():
-        check_name(path.name, as_path=True)
-        with safe_open(path, framework="pt") as file:
-            part = file.get_slice(name)
-            tensors[name] = {"param": (TYPES[part.get_dtype()], tuple(part.get_shape()))}
-
-    def read(name: str, key: str) -> torch.Tensor:
-        with safe_open(files[name], framework="pt") as file:
-            return file.get_tensor(name)
-
-    from_tensors(folder, 0, tensors, {}, read)
-
-
 # ------------------------------------------------------------------------------------ command line
 
 
@@ -153,8 +126,6 @@ def main(argv: list[str] | None = None) -> int:
             return verify([*found.values()] or [args.folder])
         elif args.command == "export":
             export(_checkpoint_in(args.folder), args.out, TYPES.get(args.dtype))
-        elif args.command == "import":
-            from_safetensors(args.folder, args.out)
         else:
             universal(args.folder, args.out, args.format, args.torch_adam)
     except (Exception, CheckpointException) as error:
@@ -209,14 +180,13 @@ def _parser() -> argparse.ArgumentParser:
     helps = {
         "verify": "read a checkpoint, or all checkpoints of a run, and report damage",
         "export": "write the weights as safetensors",
-        "import": "make a checkpoint of safetensors",
         "universal": "convert to or from the formats of DeepSpeed and FSDP2",
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("folder", type=_path, metavar="FOLDER",
                              help="the folder of a run or of a checkpoint, or the source to read")
-        if name in ("export", "import", "universal"):
+        if name != "verify":
             command.add_argument("out", type=_path, metavar="OUT", help="the folder to write to")
         if name == "export":
             command.add_argument("--dtype", choices=["F32", "BF16", "F16"], help="the data type "
