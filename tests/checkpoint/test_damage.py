@@ -235,7 +235,7 @@ def test_the_command_line_ends_in_one_line_whatever_it_is_given(tmp_path, capsys
     told = capsys.readouterr()
     assert told.err.count("zero3.checkpoint ") == len(told.err.splitlines()) == 5
     assert not told.out and not (tmp_path / "out").exists()
-    for args in (("verify", ""), ("export", tmp_path / "run", "")):
+    for args in (("verify",), ("export", tmp_path / "run")):
         with pytest.raises(SystemExit) as error:
             command(*args)
         assert error.value.code == 2 and len(capsys.readouterr().err.splitlines()) < 7

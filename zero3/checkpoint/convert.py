@@ -184,10 +184,10 @@ def _parser() -> argparse.ArgumentParser:
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text)
-        command.add_argument("folder", type=_path, metavar="FOLDER",
+        command.add_argument("folder", type=Path, metavar="FOLDER",
                              help="the folder of a run or of a checkpoint, or the source to read")
         if name != "verify":
-            command.add_argument("out", type=_path, metavar="OUT", help="the folder to write to")
+            command.add_argument("out", type=Path, metavar="OUT", help="the folder to write to")
         if name == "export":
             command.add_argument("--dtype", choices=["F32", "BF16", "F16"], help="the data type "
                                  "of floating-point parameters, by default that of the model")
@@ -196,12 +196,3 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--torch-adam", action="store_true", help="write for a DeepSpeed "
                                  "engine with torch's Adam instead of its own")
     return parser
-
-
-def _path(text: str) -> Path:
-    """
-    #### A folder from the command line
-    """
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty: pass a folder, or `.` for this one")
-    return Path(text)
