@@ -32,7 +32,7 @@ from tests.wholes import GPT2
 from zero3 import Zero3Optimizer, load, save, wrap
 from zero3.checkpoint.convert import main
 from zero3.checkpoint.formats import from_tensors
-from zero3.checkpoint.reader import CheckpointReader, newest, steps
+from zero3.checkpoint.reader import MANIFEST, CheckpointReader, newest, steps
 from zero3.offload.tensors import INDEX, Broken, save_tensors, write_index
 from zero3.train.gpt import GPTConfig, gpt_layers
 
@@ -212,7 +212,7 @@ def test_a_universal_folder_has_the_plain_tensors(tmp_path):
     """
     Each file of DeepSpeed's layout opens by torch, without our code or theirs, and has what the
     checkpoint has of that parameter; and what is read back from it is the same once more.
-    Proves `to_deepspeed`, `from_deepspeed`, `to_dcp`, `universal`.
+    Proves `to_deepspeed`, `from_deepspeed`, `to_dcp`.
     """
     run(goes_on, 2, tmp_path / "run", None)
     assert not command("universal", tmp_path / "run", tmp_path / "out")
@@ -259,7 +259,7 @@ def test_a_run_leaves_for_another_format_and_comes_back_as_if_it_had_stayed(tmp_
     """
     Two steps, out, back, one more step on another number of ranks: weights, moments and counts are
     those of three steps.
-    Proves `universal`, `from_deepspeed`, `from_dcp`, `from_tensors`.
+    Proves `from_deepspeed`, `from_dcp`, `from_tensors`.
     """
     run(goes_on, 2, tmp_path / "all", None)
     run(saves, 3, tmp_path / "run")
@@ -473,7 +473,7 @@ def test_the_command_line_says_what_is_there_and_what_is_broken(tmp_path, capsys
     assert command("export", tmp_path, tmp_path / "out") == 1
     assert "File exists" in capsys.readouterr().err
     # What is a run's stays a run's.
-    with pytest.raises(Broken, match="is not empty"):
+    with pytest.raises(Broken, match="has checkpoints in it"):
         from_tensors(tmp_path, 3, {}, {}, lambda name, key: torch.ones(1))
     assert len(steps(tmp_path)) == 2
     for args in (("verify", tmp_path / "none"), ("universal", tmp_path / "none", tmp_path / "x")):
@@ -483,16 +483,24 @@ def test_the_command_line_says_what_is_there_and_what_is_broken(tmp_path, capsys
 
 def test_a_conversion_that_is_cut_off_leaves_no_checkpoint(tmp_path):
     """
-    Of a disk that is full: neither in part, nor as a folder that looks like one.
-    Proves I10, `from_tensors`.
+    Of a disk that is full: neither in part, nor as a folder that looks like one. The next one to
+    this folder clears away. Breaks where a checkpoint that lacks its final name alone is taken for
+    such a rest.
+    Proves I10, `from_tensors`, `make_output_folder`.
     """
     big = torch.ones(1 << 20)
+    args = {"a": {"param": (big.dtype, big.shape)}}, {}, lambda name, key: big
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            from_tensors(tmp_path / "run", 0, {"a": {"param": (big.dtype, big.shape)}}, {},
-                         lambda name, key: big)
+            from_tensors(tmp_path / "run", 0, *args)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert newest(tmp_path / "run") is None and not [*(tmp_path / "run").iterdir()]
+    assert newest(tmp_path / "run") is None and not [*(tmp_path / "run").glob("*/*")]
+    from_tensors(tmp_path / "run", 1, *args)
+    assert os.listdir(tmp_path / "run") == ["step-00000001"]
+    (tmp_path / "run" / "step-00000001").rename(tmp_path / "run" / "step-00000001.partial")
+    with pytest.raises(Broken, match="has checkpoints in it"):
+        from_tensors(tmp_path / "run", 0, *args)
+    assert (newest(tmp_path / "run") / MANIFEST).exists()

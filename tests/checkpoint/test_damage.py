@@ -84,7 +84,7 @@ def test_names_are_checked_wherever_they_come_from(tmp_path, capsys):
     """
     In DeepSpeed's note of the newest folder, and in DCP's list of its files, a path is refused, and
     so are names that are empty or do not print.
-    Proves `check_name`, `from_deepspeed`, `_DcpReader`.
+    Proves `check_name`, `from_deepspeed`, `_read_metadata`.
     """
     for good in ("weight", "module.0.weight", "größe", "a b", "..a", "a..b"):
         assert check_name(good, as_path=True) == good
@@ -124,7 +124,7 @@ def test_what_is_in_dcps_metadata_is_not_run(tmp_path, capsys):
     A `.metadata` that would open a file is refused by the name of what it asks for, alone and
     inside of what DCP has written, and nothing has been opened. DCP's own is read. Breaks with
     Python's `pickle.load`.
-    Proves `_MetadataUnpickler`, `_DcpReader`.
+    Proves `_MetadataUnpickler`, `_read_metadata`.
     """
     folder = dcp_folder(tmp_path / "dcp")
     assert not command("universal", folder, tmp_path / "good")
@@ -263,7 +263,7 @@ def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
     What the optimizer counts and the random numbers' states, each made something of another type,
     or left out: refused, with the weights, the options and the states as before, and the next step
     is taken. Breaks where a state is first set after the weights are there.
-    Proves `Entries._check_optimizer`, `_check_states`, `_check_random_states`, `load`.
+    Proves `Entries._check_optimizer`, `_check_states`, `_set_random_states`, `load`.
     """
     model, optimizer = shard(plain())
     train(model, optimizer, 0)

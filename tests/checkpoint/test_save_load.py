@@ -229,7 +229,7 @@ def test_another_tier_and_another_dtype_may_load_it(tmp_path, tier, other, dtype
     """
     The masters and the moments come back as they were, and the weights are them, rounded; from a
     chain into a wrapped model. Breaks where the rounded weights are saved in place of the masters.
-    Proves I8, `Entries.here`, `Entries.take`, `Flat`, `Flat.moments`.
+    Proves I8, `Entries.here`, `Entries.take`, `Flat`.
     """
     before = run(saves, 2, tmp_path / "a", "chain", dtype, tier, tmp_path)[0]
     folders = (tmp_path / "a", tmp_path / "b")

@@ -126,33 +126,20 @@ def main(argv: list[str] | None = None) -> int:
             return verify([*found.values()] or [args.folder])
         elif args.command == "export":
             export(_checkpoint_in(args.folder), args.out, TYPES.get(args.dtype))
+        elif (args.folder / ".metadata").exists():
+            from_dcp(args.folder, args.out)
+        elif (args.folder / "latest_universal").exists() or (args.folder / "zero").is_dir():
+            from_deepspeed(args.folder, args.out)
+        elif args.format == "dcp":
+            to_dcp(_checkpoint_in(args.folder), args.out)
         else:
-            universal(args.folder, args.out, args.format, args.torch_adam)
+            to_deepspeed(_checkpoint_in(args.folder), args.out, args.torch_adam)
     except (Exception, CheckpointException) as error:
         # Another library can raise anything over a forged file. DCP's `CheckpointException` is not
         # an `Exception`.
         print_escaped(f"zero3.checkpoint {args.command}: {_in_a_line(error)}", sys.stderr)
         return 1
     return 0
-
-
-def universal(source: Path,
-              out: Path,
-              style: str,
-              torch_adam: bool) -> None:
-    """
-    ## Convert a checkpoint to another format, or make a checkpoint of one
-
-    * `style` is the format to write, `deepspeed` or `dcp`
-    """
-    if (source / ".metadata").exists():
-        from_dcp(source, out)
-    elif (source / "latest_universal").exists() or (source / "zero").is_dir():
-        from_deepspeed(source, out)
-    elif style == "dcp":
-        to_dcp(_checkpoint_in(source), out)
-    else:
-        to_deepspeed(_checkpoint_in(source), out, torch_adam)
 
 
 def _checkpoint_in(folder: Path) -> Path:

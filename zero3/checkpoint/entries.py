@@ -125,13 +125,6 @@ class Flat:
         """
         return isinstance(self.owned.in_file if self.owned else self.parameter.storage, InFile)
 
-    @property
-    def moments(self) -> list[str]:
-        """
-        ### The moments that the checkpoint has for this flat parameter
-        """
-        return sorted({key for own in self.params for key in own.found.states["moments"]})
-
     def within(self, where: slice) -> list[int]:
         """
         ### Indices of the parameters whose state covers part of this range of the shard
@@ -196,6 +189,9 @@ class Entries(Named):
         self.owners = optimizer.owners if isinstance(optimizer, Zero3Optimizer) else None
         # The optimizers of the param groups that are stepped whole.
         self.inner = self.owners.inner if self.owners else {}
+        # The states of a `Zero3Optimizer`, by their shards.
+        self.owned: dict[torch.Tensor, ShardStates] = {
+            states.shard: states for states in getattr(optimizer, "shard_states", ())}
         self.flats = [self._flat(layer, paths[layer], p) for layer in layers for p in layer.flats]
         self.params = [own for flat in self.flats for own in flat.params]
         # The layers of a rank in a pipeline may all be frozen.
@@ -220,19 +216,16 @@ class Entries(Named):
         """
         shard = parameter.shard
         slots = parameter.slots
-        owned = None
+        owned = self.owned.get(shard)
         # One of torch's optimizers has a single state for the shard.
         whole = slice(0, len(shard))
-        spans = [whole if slot.view.numel() else slice(0, 0) for slot in slots]
-        pieces = [Piece(index, whole, shard) for index, group in enumerate(self.param_groups)
-                  if any(p is shard for p in group["params"])]
-        groups = [pieces[0].group_index if pieces else None] * len(slots)
-        for states in getattr(self.optimizer, "shard_states", ()):
-            if states.shard is shard:
-                owned = states
-                spans = owned.spans
-                pieces = owned.pieces
-                groups = owned.group_indices
+        spans = owned.spans if owned else [
+            whole if slot.view.numel() else slice(0, 0) for slot in slots]
+        pieces = owned.pieces if owned else [
+            Piece(index, whole, shard) for index, group in enumerate(self.param_groups)
+            if any(p is shard for p in group["params"])]
+        groups = owned.group_indices if owned else [
+            pieces[0].group_index if pieces else None] * len(slots)
         params = [Own(self._names(paths, slot), slot, part_of(layer.module, slot.names[0]), group,
                       span) for slot, group, span in zip(slots, groups, spans, strict=True)]
         return Flat(paths[0], layer, parameter, owned, pieces, params)
@@ -332,8 +325,7 @@ class Entries(Named):
         """
         merged: dict[tuple[int, int], FlatEntry] = {}
         replicated: dict[str, int] = {}
-        everyone = self.comm.gather((self.place, described, [*self.replicated]))
-        for place, flats, names in everyone:
+        for place, flats, names in self.comm.gather((self.place, described, [*self.replicated])):
             replicated |= dict.fromkeys(names, place)
             # The ranks at a place describe the same flat parameters, and different pieces of them.
             for i, flat in enumerate(flats):
@@ -381,11 +373,9 @@ class Entries(Named):
                         yield from (each.master for each in values)
                         continue
                     for _, where, piece in flat.pieces:
-                        moment = self.state_of(piece).moments.get(entry.key)
-                        if moment is None:
-                            # Only other param groups have this moment, because of their options.
-                            moment = torch.zeros(where.stop - where.start, dtype=entry.dtype)
-                        yield moment
+                        zeros = torch.zeros((), dtype=entry.dtype).expand(where.stop - where.start)
+                        # Without this moment, if only other param groups have it by their options.
+                        yield self.state_of(piece).moments.get(entry.key, zeros)
 
     @contextmanager
     def here(self, flat: Flat, write: bool = False) -> Iterator[list[Here]]:

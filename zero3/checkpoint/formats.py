@@ -35,7 +35,6 @@ loading: `for s in engine.optimizer.optimizer.state.values(): s["step"] = s["ste
 
 import math
 import pickle
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -54,6 +53,7 @@ from zero3.checkpoint.reader import (
     FlatEntry,
     Listing,
     StatesEntry,
+    clean_up_interrupted_saves,
     commit_checkpoint,
     decode,
     encode,
@@ -83,16 +83,14 @@ def from_tensors(folder: Path,
 
     It looks as if one rank had saved it, with a layer for each parameter.
 
-    * `folder` is empty or does not exist yet; `step` is the number of steps taken
+    * `folder` has no checkpoints, and is created if necessary; `step` is the number of steps taken
     * `tensors` has, for each name of a parameter, the data type and shape of each of its tensors by
       key: `param` is the parameter itself, the other keys are moments
     * `scalars` has the other optimizer states of a parameter, such as the count of steps
     * `read` returns the values of one tensor for a name and a key
 
-    Raises `Broken` if the folder is not empty.
+    Raises `Broken` if the folder has checkpoints. After any other error it has an interrupted save.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise Broken(f"{folder} is not empty: choose another")
     flats = [flat_entry(name, keys, scalars.get(name, {})) for name, keys in tensors.items()]
     entries = {f"{i}.{key}": (name, key) for i, (name, keys) in enumerate(tensors.items())
                for key in keys}
@@ -101,14 +99,11 @@ def from_tensors(folder: Path,
                   for key, (dtype, shape) in keys.items()}
 
     unfinished = partial_path(make_output_folder(folder), step)
+    # A conversion to this folder may have been interrupted.
+    clean_up_interrupted_saves(folder)
     unfinished.mkdir()
-    try:
-        file = write_tensors(unfinished / file_name(0, 1), like,
-                             lambda entry: [read(*entries[entry])])
-    except BaseException:
-        shutil.rmtree(unfinished)
-        raise
-
+    file = write_tensors(unfinished / file_name(0, 1), like,
+                         lambda entry: [read(*entries[entry])])
     checkpoint = commit_checkpoint(unfinished, {
         "step": step, "world_size": 1, "versions": {"zero3": __version__}, "files": [file],
         "flats": flats, "replicated": {}, "optimizer": None, "extra": None})
@@ -173,11 +168,8 @@ def to_deepspeed(folder: Path,
     make_output_folder(out)
     root = out / "universal"
     (root / "zero").mkdir(parents=True, exist_ok=True)
-
-    def count(steps_taken: float) -> torch.Tensor | int:
-        return torch.tensor(float(steps_taken)) if torch_adam else int(steps_taken)
-
-    steps_taken = count(checkpoint.manifest["step"])
+    count: Callable[[float], torch.Tensor | int] = torch.tensor if torch_adam else int
+    steps_taken = count(float(checkpoint.manifest["step"]))
     for param in checkpoint.params:
         path = root / "zero" / param.name
         path.mkdir(exist_ok=True)
@@ -187,7 +179,7 @@ def to_deepspeed(folder: Path,
                        path / f"{_FP32 if key == 'param' else key}.pt")
         scalars = decode(param.states["scalars"])
         if "step" in scalars:
-            steps_taken = count(scalars["step"])
+            steps_taken = count(float(scalars["step"]))
             torch.save(steps_taken, path / "step.pt")
 
     # Without options here, DeepSpeed keeps its own. Stages 1 and 2 load as many groups as are
@@ -304,11 +296,9 @@ def to_dcp(folder: Path, out: Path) -> None:
     with warnings.catch_warnings():
         # It warns that there is no process group.
         warnings.simplefilter("ignore")
-        metadata = dcp.save(state, storage_writer=writer, planner=_DcpPlanner(checkpoint),
-                            no_dist=True)
-    written = sum(isinstance(entry, TensorStorageMetadata)
-                  for entry in metadata.state_dict_metadata.values())
-    print_escaped(f"wrote {written} tensors of step {checkpoint.manifest['step']} to {out}")
+        dcp.save(state, storage_writer=writer, planner=_DcpPlanner(checkpoint), no_dist=True)
+    print_escaped(f"wrote {len(checkpoint.params)} parameters of step "
+                  f"{checkpoint.manifest['step']} to {out}")
 
 
 def dcp_state(checkpoint: Listing, replicated: dict[str, torch.Tensor]) -> dict[str, object]:
@@ -423,11 +413,10 @@ class DcpFolder:
     """
 
     def __init__(self, folder: Path):
-        self.reader = _DcpReader(folder)
-        self.metadata = self.reader.read_metadata()
+        self.metadata = _read_metadata(folder)
+        self.entries: dict[str, Any] = {**self.metadata.state_dict_metadata}
+        self.reader = dcp.FileSystemReader(folder)
         self.reader.set_up_storage_reader(self.metadata, True)
-        entries: dict[str, Any] = self.metadata.state_dict_metadata
-        self.entries = entries
         self.keys = _dcp_keys(self.metadata)
         self.tensors: dict[str, Like] = {}
         self.scalars: dict[str, dict[str, torch.Tensor]] = {}
@@ -489,19 +478,17 @@ def _make(made: Any, cls: type, *args: object) -> object:
     return made(*args) if args else made.__new__(made)
 
 
-class _DcpReader(dcp.FileSystemReader):
+def _read_metadata(folder: Path) -> dcp.Metadata:
     """
-    ## DCP's reader, which checks the names of files in the metadata
+    #### Read DCP's metadata, and check the names of files in it
     """
-
-    def read_metadata(self, *args: object, **kwargs: object) -> dcp.Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, dcp.Metadata):
-            raise Broken(f"`.metadata` has a {type(metadata).__name__} instead of DCP's metadata")
-        for info in metadata.storage_data.values():
-            check_name(info.relative_path, as_path=True)
-        return metadata
+    with open(folder / ".metadata", "rb") as file:
+        metadata = _MetadataUnpickler(file).load()
+    if not isinstance(metadata, dcp.Metadata):
+        raise Broken(f"`.metadata` has a {type(metadata).__name__} instead of DCP's metadata")
+    for info in metadata.storage_data.values():
+        check_name(info.relative_path, as_path=True)
+    return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):

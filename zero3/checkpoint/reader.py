@@ -195,7 +195,7 @@ def make_output_folder(folder: Path) -> Path:
 
     Raises `Broken` if it has checkpoints or is one, and `OSError`.
     """
-    if steps(folder) or (folder / MANIFEST).exists():
+    if newest(folder) or (folder / MANIFEST).exists():
         raise Broken(f"{folder} has checkpoints in it: choose a folder of its own")
     folder.mkdir(parents=True, exist_ok=True)
     lock_folder(folder)
@@ -513,10 +513,9 @@ class CheckpointReader(Listing):
 
         * `rank` gets the buffer of the same rank, or of rank 0 if fewer ranks saved
         """
-        param = self.by_name.get(name)
-        if param and name not in self.manifest["replicated"]:
+        if name not in self.manifest["replicated"]:
             # Checkpoints that were made from other formats list buffers as parameters.
-            return self.read_whole(param)
+            return self.read_whole(self.by_name[name])
         with errors_name(f"`{name}`"):
             files = self.files_at(self.manifest["replicated"][name])
             file = files[rank if rank < self.world_size else 0]
@@ -564,11 +563,10 @@ def _read_manifest(path: Path) -> Manifest:
         raise Broken(f"{path} is missing: this is no checkpoint, nor a folder with checkpoints")
     raw = path.read_bytes()
     manifest = json.loads(raw)
-    version = manifest.get("version")
     # First of all, because a newer format may have other types.
-    if manifest.get("format") == FORMAT and isinstance(version, int) and version > VERSION:
-        raise Broken(f"{path} is of format {version}, and this zero3 reads format {VERSION}: "
-                     "install a newer zero3")
+    if manifest["version"] != VERSION or manifest["format"] != FORMAT:
+        raise Broken(f"{path} is of format {manifest['version']}, and this zero3 reads format "
+                     f"{VERSION}: install a newer zero3")
     head = _first_line(b"")
     if raw[: len(head)] != _first_line(raw[len(head) :]):
         raise Broken(f"{path} is damaged: it does not match its checksum")
@@ -581,8 +579,7 @@ def _read_manifest(path: Path) -> Manifest:
     places = range(manifest["places"])
     used = [*(flat["place"] for flat in manifest["flats"]), *manifest["replicated"].values()]
     one_file_each = 0 < len(manifest["files"]) == len(places) * manifest["world_size"]
-    known = manifest["format"] == FORMAT and version == VERSION
-    if not (known and one_file_each and all(place in places for place in used)):
+    if not (one_file_each and all(place in places for place in used)):
         raise ValueError("another program wrote it")
     return manifest
 

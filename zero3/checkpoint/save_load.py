@@ -220,8 +220,8 @@ class Saving:
         listed = (self.entries.entries(self.manifest) if self.entries.comm.in_first_replica
                   else [])
         # The random number states of each replica of this shard (all-gather).
-        own = json.dumps(encode(_random_states(self.entries.device)))
-        streams = self.entries.comm.replicas.gather(own)
+        streams = self.entries.comm.replicas.gather(
+            json.dumps(encode(_random_states(self.entries.device))))
         with self._on_all_ranks():
             if listed:
                 self._open_file(listed, streams)
@@ -301,17 +301,12 @@ class Saving:
 
     def _end_if_done(self, *_) -> None:
         """
-        #### End the save if all files are written, or if one of them failed
+        #### End the save if no rank is writing any more
 
-        A hook that runs before every optimizer step (all-gather of two flags).
+        A hook that runs before every optimizer step (all-gather of a flag).
         """
         # The hook cannot remove itself, because torch is iterating over the hooks.
-        if self.complete.done():
-            return
-        done = self.written.done()
-        failed = done and self.written.exception() is not None
-        every = self.entries.comm.gather((done, failed))
-        if all(done for done, _ in every) or any(failed for _, failed in every):
+        if not self.complete.done() and all(self.entries.comm.gather(self.written.done())):
             self.wait()
 
     def wait(self) -> Path:
@@ -421,12 +416,12 @@ def load_from(path: Path, entries: Entries, read: Callable[[Path], CheckpointRea
         extra = decode(checkpoint.manifest["extra"])
         # Other formats have no such states.
         states = _random_states_of(checkpoint, entries) if checkpoint.files else {}
-        _check_random_states(states, entries.device)
+        # Last, and before anything changes: they may not be valid.
+        _set_random_states(states, entries.device)
     with all_or_none(entries, f"in {path} was whole, and then was not", "files that nobody writes "
                      "to during a load", "load it again, or another one: until then the model has "
                      "old and new values"):
         entries.take(checkpoint, groups)
-        _set_random_states(states, entries.device)
     return extra
 
 
@@ -435,7 +430,7 @@ def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
     #### Read everything that this rank will load, to find damage before anything changes
     """
     for flat in entries.flats:
-        for key in ("param", *flat.moments):
+        for key in {"param", *(key for own in flat.params for key in own.found.states["moments"])}:
             entries.shard(checkpoint, flat, key)
     for name, tensor in entries.found.items():
         shape = checkpoint.replicated(entries.comm.rank, name).shape
@@ -483,24 +478,11 @@ def _random_key(replica: int) -> str:
     return f"random.{replica}" if replica else "random"
 
 
-def _check_random_states(states: dict[str, object], device: torch.device) -> None:
-    """
-    #### Make sure that the states are valid: set them, and set this process's own again
-    """
-    own = _random_states(device)
-    try:
-        _set_random_states(states, device)
-    except Exception as error:
-        raise Broken(f"a random number state is not valid: {error!r}") from error
-    finally:
-        _set_random_states(own, device)
-
-
 def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """
     #### Set or seed the random number generators of this process
 
-    A load does this last, because nothing may draw a number afterwards.
+    In a load, nothing draws a number afterwards.
     """
     if "seed" in states:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
