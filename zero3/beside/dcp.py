@@ -265,7 +265,6 @@ class DcpCheckpoint(CheckpointReader):
         """
         ### Read the list of tensors, and the options of param groups
         """
-        self.folder = folder
         self.dcp = DcpFolder(folder)
         # Files of ours would have random numbers.
         self.files = []

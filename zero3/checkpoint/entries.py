@@ -90,13 +90,6 @@ class Own:
     span: slice  # where in the shard its states are
     found: Param = field(init=False)  # its record in a checkpoint, from `Entries.check`
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """
-        ### Its shape in the plain model
-        """
-        return self.part.shape if self.part else tuple(self.slot.view.shape)
-
 
 @dataclass(eq=False)
 class Flat:
@@ -418,9 +411,10 @@ class Entries(Named):
         """
         for own in self.params:
             found = checkpoint.find(own.names)
-            if found is None or found.shape != own.shape:
+            shape = own.part.shape if own.part else tuple(own.slot.view.shape)
+            if found is None or found.shape != shape:
                 there = f"of {found.shape}" if found else "missing"
-                raise Broken(f"`{own.names[0]}` is {there} in the checkpoint, of {own.shape} here")
+                raise Broken(f"`{own.names[0]}` is {there} in the checkpoint, of {shape} here")
             own.found = found
         groups = _match_groups(checkpoint, everywhere)
         if self.optimizer is not None:

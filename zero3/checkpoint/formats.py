@@ -307,7 +307,7 @@ def dcp_state(checkpoint: Listing, replicated: dict[str, torch.Tensor]) -> dict[
 
     * `replicated` has the tensors that every rank has whole
     """
-    model: dict[str, torch.Tensor] = {}
+    model = {**replicated}
     states: dict[str, dict[str, object]] = {}
     for param in checkpoint.params:
         for name in param.entry["names"]:
@@ -315,7 +315,6 @@ def dcp_state(checkpoint: Listing, replicated: dict[str, torch.Tensor]) -> dict[
         states[param.name] = decode(param.states["scalars"])
         for key in param.states["moments"]:
             states[param.name][key] = _meta(checkpoint.dtype(param, key), param.shape)
-    model |= replicated
     states = {name: known for name, known in states.items() if known}
     state: dict[str, object] = {"model": model}
     if groups := _dcp_groups(checkpoint, [*states]):

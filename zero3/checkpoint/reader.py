@@ -127,7 +127,6 @@ def remove(checkpoint: Path) -> None:
     After the rename, half of it does not look like a checkpoint.
     """
     renamed = checkpoint.with_suffix(".removed")
-    shutil.rmtree(renamed, ignore_errors=True)
     os.rename(checkpoint, renamed)
     shutil.rmtree(renamed)
 
@@ -138,13 +137,14 @@ def clean_up_interrupted_saves(folder: Path) -> None:
 
     Do not call it while a save into the folder is in progress.
     """
+    # First, because what follows may remove a checkpoint of the same step.
+    for path in steps(folder, ".removed").values():
+        shutil.rmtree(path)
     for path in steps(folder, ".partial").values():
         if (path / MANIFEST).exists():
             _rename_to_final(path)
         else:
             shutil.rmtree(path)
-    for path in steps(folder, ".removed").values():
-        shutil.rmtree(path)
 
 
 # ------------------------------------------------------------------------------------------- lock
@@ -390,12 +390,11 @@ def _states_of(flat: FlatEntry, at: int) -> StatesEntry:
     #### The optimizer states of parameter `at` of a flat one
     """
     entry = flat["params"][at]
-    for states in flat["states"]:
-        # A parameter without elements is in no list, and has the states of its param group.
-        is_meant = states["params"] is None or at in states["params"] or 0 in entry["shape"]
-        if is_meant and states["param_group"] == entry["param_group"]:
-            return {"moments": states["moments"], "scalars": states["scalars"]}
-    return {"moments": [], "scalars": {}}
+    # A parameter without elements is in no list, and has the states of its param group.
+    known = [states for states in flat["states"] if states["param_group"] == entry["param_group"]
+             and (states["params"] is None or at in states["params"] or 0 in entry["shape"])]
+    return {"moments": known[0]["moments"] if known else [],
+            "scalars": known[0]["scalars"] if known else {}}
 
 
 class CheckpointReader(Listing):
@@ -410,7 +409,6 @@ class CheckpointReader(Listing):
         Raises `Broken` if the folder is not a checkpoint or has a newer format, and if one of its
         files is missing or has another length.
         """
-        self.folder = folder
         # A forged manifest can raise any of the errors below.
         try:
             super().__init__(_read_manifest(folder / MANIFEST))

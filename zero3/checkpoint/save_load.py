@@ -271,8 +271,8 @@ class Saving:
         like = {entry.name: (entry.dtype, entry.shape) for entry in listed}
         header = {_random_key(replica): states for replica, states in enumerate(streams)}
         count = self.manifest["places"] * self.manifest["world_size"]
-        path = self.partial / file_name(self.entries.file_number, count)
-        self.writer = self.undo.enter_context(Writer(path, like, header))
+        name = file_name(self.entries.file_number, count)
+        self.writer = self.undo.enter_context(Writer(self.partial / name, like, header))
 
     def _write_now(self, listed: list[Entry], async_write: bool) -> list[torch.Tensor]:
         """
