@@ -92,10 +92,10 @@ def export(folder: Path,
     # The other names of a tied parameter.
     metadata = {"format": "pt"} | {other: param.name for param in checkpoint.params
                                    for other in param.entry["names"][1:]}
-    path = make_output_folder(out) / "model.safetensors"
-    file = write_tensors(path, like, lambda name: _parts(checkpoint, name), metadata)
+    file = write_tensors(make_output_folder(out) / "model.safetensors", like,
+                         lambda name: _parts(checkpoint, name), metadata)
     print_escaped(f"wrote {len(like)} tensors of step {checkpoint.manifest['step']}, "
-                  f"{file['nbytes']:,} bytes, to {path}")
+                  f"{file['nbytes']:,} bytes, to {out}")
 
 
 def _parts(checkpoint: CheckpointReader, name: str) -> Iterator[torch.Tensor]:

@@ -396,8 +396,8 @@ class Entries(Named):
         """
         ### The names of all tensors of the model (all-gather in a pipeline; all ranks must call it)
         """
-        mine: Names = [(own.names, own.group) for own in self.params]
-        mine += [([name], None) for name in self.replicated]
+        mine: Names = [*((own.names, own.group) for own in self.params),
+                       *(([name], None) for name in self.replicated)]
         return [each for theirs in self.comm.stages.gather(mine) for each in theirs]
 
     def check(self, checkpoint: CheckpointReader, everywhere: Names) -> dict[int, int]:
@@ -450,13 +450,19 @@ class Entries(Named):
 
         An error inside `take` would leave the model half loaded.
         """
-        if saved:
-            self._check_classes(saved, groups)
+        for theirs, mine in groups.items():
+            assert saved, "only a saved optimizer has param groups"
+            here = self._class_of(mine)
+            # Not every format has the class.
+            there = saved["groups"][theirs].get("optimizer", saved["class"]) or here
+            _expect(there == here or {there, here} == {"Adam", "AdamW"},
+                    f"param group {theirs} is stepped by {there} there, and by {here} here; leave "
+                    "the optimizer out to load the weights alone")
         first_state_of = cache(self._first_state)
         for own in self.params:
-            states = own.found.states
             # A parameter that no step has used has no state.
-            if own.group is not None and (states["moments"] or states["scalars"]):
+            has_state = own.found.states["moments"] or own.found.states["scalars"]
+            if own.group is not None and has_state:
                 _check_states(own, first_state_of(own.group, own.slot.view.dim()))
         for flat in self.flats:
             if not flat.owned:
@@ -488,18 +494,6 @@ class Entries(Named):
         except (TypeError, ValueError):
             return {}
 
-    def _check_classes(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
-        """
-        #### Make sure that the classes that step the param groups are the same
-        """
-        for theirs, mine in groups.items():
-            here = self._class_of(mine)
-            # Not every format has the class.
-            there = saved["groups"][theirs].get("optimizer", saved["class"]) or here
-            _expect(there == here or {there, here} == {"Adam", "AdamW"},
-                    f"param group {theirs} is stepped by {there} there, and by {here} here; leave "
-                    "the optimizer out to load the weights alone")
-
     # --------------------------------------------------------------------------------------- load
 
     def shard(self, checkpoint: CheckpointReader,
@@ -520,15 +514,16 @@ class Entries(Named):
         last = self.comm.rank * len(shard) + where.stop
         values: torch.Tensor | None = None
         for own in flat.params:
-            begin = max(own.slot.offset, first)
-            end = min(own.slot.end, last)
+            # The first element of the parameter in the range, which may begin inside of it.
+            at = own.slot.offset - first
+            begin = max(-at, 0)
+            end = min(own.slot.end, last) - own.slot.offset
             if begin < end and key in ("param", *own.found.states["moments"]):
                 read = partial(checkpoint.read, own.found, key)
-                place = begin - own.slot.offset, end - own.slot.offset
-                found = own.part.read(*place, read) if own.part else read(*place)
+                found = own.part.read(begin, end, read) if own.part else read(begin, end)
                 if values is None:
                     values = torch.zeros(last - first, dtype=found.dtype)
-                values[begin - first : end - first] = found
+                values[at + begin : at + end] = found
         return torch.zeros(last - first, dtype=shard.dtype) if values is None else values
 
     @torch.no_grad()
@@ -582,9 +577,9 @@ class Entries(Named):
         for whole in owners.wholes:
             if whole.param is not None:
                 found = flats[whole.states].params[whole.position].found
-                read = partial(checkpoint.read_whole, found)
-                owners.put_state(whole, _read_states(checkpoint, found, whole.states.master_dtype,
-                                                     read))
+                owners.put_state(whole, _read_states(
+                    checkpoint, found, whole.states.master_dtype,
+                    partial(checkpoint.read_whole, found)))
 
     def _take_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """
@@ -639,14 +634,14 @@ def _match_groups(checkpoint: CheckpointReader, everywhere: Names) -> dict[int, 
 def _read_states(checkpoint: CheckpointReader,
                  found: Param,
                  dtype: torch.dtype,
-                 read: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+                 read: Callable[[str], torch.Tensor]) -> dict[str, object]:
     """
     #### Read the state of a parameter, or of a piece
 
     * `dtype` is the master's data type here
     * `read(key)` reads a moment
     """
-    new = decode(found.states["scalars"])
+    new: dict[str, object] = decode(found.states["scalars"])
     for key in sorted(found.states["moments"]):
         moment = read(key)
         # A moment that was saved in the master's data type gets this master's.
@@ -655,8 +650,8 @@ def _read_states(checkpoint: CheckpointReader,
     return new
 
 
-def _on_device(state: dict[str, Any], group: dict[str, Any], device: torch.device
-               ) -> dict[str, Any]:
+def _on_device(state: dict[str, object], group: dict[str, Any], device: torch.device
+               ) -> dict[str, object]:
     """
     #### Move moments to the device, and for torch's fused and capturable steps their number, too
     """
@@ -690,6 +685,5 @@ def _merge_states(states: list[StatesEntry]) -> list[StatesEntry]:
     found: dict[str, Any] = {}
     for i in sorted(by_param):
         entry = {**by_param[i], "params": None}
-        same = found.setdefault(json.dumps(entry), {**entry, "params": []})
-        same["params"].append(i)
+        found.setdefault(json.dumps(entry), {**entry, "params": []})["params"].append(i)
     return [*found.values()]

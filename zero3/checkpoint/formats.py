@@ -67,8 +67,6 @@ from zero3.offload.tensors import Broken, Like, type_name, write_tensors
 
 # DeepSpeed's name of the master. The moments have the names of torch's Adam.
 _FP32 = "fp32"
-# The DeepSpeed version of this layout, which stages 1 and 2 check.
-_DEEPSPEED_VERSION = "0.19.8"
 # DeepSpeed's files of model states: Stage 3 reads the first name, stages 1 and 2 the second.
 _MODEL_STATES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
 
@@ -186,8 +184,9 @@ def to_deepspeed(folder: Path,
     # listed, so list one for each parameter.
     groups = [{"params": [i]} for i in range(len(checkpoint.params))]
     state = {"state": {0: {"step": steps_taken}}, "param_groups": groups[:1]}
-    torch.save({"optimizer_state_dict": state, "param_groups": groups,
-                "ds_version": _DEEPSPEED_VERSION}, root / "zero" / "optimizer_state.pt")
+    # Stages 1 and 2 check the version.
+    torch.save({"optimizer_state_dict": state, "param_groups": groups, "ds_version": "0.19.8"},
+               root / "zero" / "optimizer_state.pt")
 
     step = checkpoint.manifest["step"]
     for name in _MODEL_STATES:
@@ -220,11 +219,10 @@ def from_deepspeed(source: Path, folder: Path) -> None:
     """
     root = source
     if (source / "latest_universal").exists():
-        latest = (source / "latest_universal").read_text().strip()
-        root = source / check_name(latest, as_path=True)
+        root /= check_name((source / "latest_universal").read_text().strip(), as_path=True)
 
-    paths = [root / name for name in _MODEL_STATES]
-    model = _load_deepspeed(next((path for path in paths if path.exists()), paths[0]))
+    stage_3, other_stages = (root / name for name in _MODEL_STATES)
+    model = _load_deepspeed(stage_3 if stage_3.exists() else other_stages)
     buffers = {name: model["module"][name] for name in model.get("buffer_names", [])}
     # Stage 3 stores flat tensors, and their shapes here.
     shapes = {name: shape for group in model.get("param_shapes", [])
@@ -240,8 +238,8 @@ def from_deepspeed(source: Path, folder: Path) -> None:
     # Stage 3 stores one number of steps for all parameters; stages 1 and 2 one beside each.
     steps_of_all = model["global_steps"] - model.get("skipped_steps", 0)
     with suppress(OSError, KeyError):
-        optimizer = _load_deepspeed(root / "zero" / "optimizer_state.pt")["optimizer_state_dict"]
-        steps_of_all = optimizer["state"][0]["step"]
+        options = _load_deepspeed(root / "zero" / "optimizer_state.pt")
+        steps_of_all = options["optimizer_state_dict"]["state"][0]["step"]
 
     tensors = {name: {"param": (b.dtype, tuple(b.shape))} for name, b in buffers.items()}
     scalars = {}
@@ -450,10 +448,10 @@ def _dcp_keys(metadata: dcp.Metadata) -> dict[tuple[str, str], str]:
     paths = metadata.planner_data or {}
     nested = any("model" in paths.get(key, ()) for key in metadata.state_dict_metadata)
     found: dict[tuple[str, str], str] = {}
-    for dcp_key, entry in metadata.state_dict_metadata.items():
+    tensors = [dcp_key for dcp_key, entry in metadata.state_dict_metadata.items()
+               if isinstance(entry, TensorStorageMetadata)]
+    for dcp_key in tensors:
         path = [str(part) for part in paths.get(dcp_key, (dcp_key,))]
-        if not isinstance(entry, TensorStorageMetadata):
-            continue
         if "optim" in path:
             # Either `state`, name and moment are parts of the path, or they are one part.
             rest = ".".join(path[path.index("optim") + 1 :])

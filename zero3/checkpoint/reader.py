@@ -574,10 +574,9 @@ def _read_manifest(path: Path) -> Manifest:
         flat.setdefault("place", 0)
     # Another program may have written it.
     _check_types(manifest, Manifest, "the manifest")
-    places = range(manifest["places"])
     used = [*(flat["place"] for flat in manifest["flats"]), *manifest["replicated"].values()]
-    one_file_each = 0 < len(manifest["files"]) == len(places) * manifest["world_size"]
-    if not (one_file_each and all(place in places for place in used)):
+    one_file_each = 0 < len(manifest["files"]) == manifest["places"] * manifest["world_size"]
+    if not (one_file_each and all(0 <= place < manifest["places"] for place in used)):
         raise ValueError("another program wrote it")
     return manifest
 

@@ -115,8 +115,8 @@ def save(folder: str | Path,
     different arguments, if another run saves to the folder, or if the previous asynchronous save
     failed and no step has raised its error yet. The older checkpoints are not touched then.
     """
-    entries = all_here("saved", folder, model, optimizer, step, keep, async_write)
-    saving = Saving(entries, Path(folder), operator.index(step), operator.index(keep))
+    saving = Saving(all_here("saved", folder, model, optimizer, step, keep, async_write),
+                    Path(folder), operator.index(step), operator.index(keep))
     saving.begin(extra, async_write)
     return saving
 
@@ -239,11 +239,10 @@ class Saving:
 
     def _prepare(self, extra: object) -> list[FlatEntry]:
         """
-        #### Describe this rank's model and optimizer, and create the folder on rank 0
+        #### Create the folder on rank 0, and describe this rank's model and optimizer
         """
         self.manifest = {"step": self.step, "extra": encode(extra),
                          "optimizer": self.entries.options()}
-        described = self.entries.describe()
         if self.entries.comm.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Without the lock, the cleaning could remove another run's files.
@@ -252,7 +251,7 @@ class Saving:
             self.partial.mkdir()
             # Not before: a folder that this save did not create belongs to another run.
             self.undo.callback(self._remove_partial)
-        return described
+        return self.entries.describe()
 
     def _remove_partial(self) -> None:
         """
@@ -319,9 +318,9 @@ class Saving:
             with self._on_all_ranks():
                 file = self.written.result()
             # The manifest lists the length and the checksums of each file (all-gather).
-            every = self.entries.comm.gather((self.entries.file_number, file))
-            files = {number: each for number, each in every if each}
-            self.manifest["files"] = [files[number] for number in sorted(files)]
+            every = sorted(self.entries.comm.gather((self.entries.file_number, file)),
+                           key=operator.itemgetter(0))
+            self.manifest["files"] = [each for _, each in every if each]
             with self._on_all_ranks():
                 self._commit()
             self.complete.set_result(self.partial.with_suffix(""))
@@ -461,8 +460,7 @@ def _random_states_of(checkpoint: CheckpointReader, entries: Entries) -> dict[st
     """
     comm = entries.comm
     same = (checkpoint.places, checkpoint.world_size) == (comm.stages.size, comm.world_size)
-    header = checkpoint.files[entries.file_number if same else 0].header
-    found = header.get("__metadata__", {})
+    found = checkpoint.files[entries.file_number if same else 0].header.get("__metadata__", {})
     own = found.get(_random_key(comm.replicas.rank))
     if own and same:
         return decode(json.loads(own))
