@@ -436,10 +436,10 @@ class CheckpointReader(Listing):
                    and entry["param_group"] in (None, *range(len(groups)))
                    for entry, end in zip(flat["params"], ends, strict=False))
         whole_shards = (ends[-1] + flat["padding"]) % self.world_size == 0
-        good = good and ends[-1] == flat["numel"] and flat["padding"] >= 0 and whole_shards
         # A state that is missing here would be missing in training, too.
         moments = {key for states in flat["states"] for key in states["moments"]}
-        good = good and {"param", *moments} == {*flat["keys"]}
+        good = (good and ends[-1] == flat["numel"] and flat["padding"] >= 0 and whole_shards
+                and {"param", *moments} == {*flat["keys"]})
         widest = max(TYPES[dtype].itemsize for dtype in (flat["dtype"], *flat["keys"].values()))
         shortest_bytes = min(file.nbytes for file in self.files_at(flat["place"]))
         if not good or self._shard_numel(flat) * widest > shortest_bytes:

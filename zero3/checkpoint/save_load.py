@@ -429,7 +429,8 @@ def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
     #### Read everything that this rank will load, to find damage before anything changes
     """
     for flat in entries.flats:
-        for key in {"param", *(key for own in flat.params for key in own.found.states["moments"])}:
+        moments = {key for own in flat.params for key in own.found.states["moments"]}
+        for key in ("param", *sorted(moments)):
             entries.shard(checkpoint, flat, key)
     for name, tensor in entries.found.items():
         shape = checkpoint.replicated(entries.comm.rank, name).shape
