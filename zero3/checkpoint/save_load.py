@@ -163,8 +163,8 @@ def all_here(done: str,
         mine = {"`optimizer`": entries.optimizer_class if optimizer else None,
                 "`folder`": os.path.realpath(folder), "`step`": operator.index(step),
                 "`keep`": operator.index(keep), "`async_write`": bool(async_write)}
-        expect(step >= 0 and keep > 0, "the arguments", "a `step` of at least 0, and at least 1 to "
-               "`keep`", f"{step} and {keep}", "pass these")
+        expect(step >= 0 and keep > 0, "these numbers cannot be", "a `step` of at least 0, and at "
+               "least 1 to `keep`", f"{step} and {keep}", "pass these")
     same(f"rank {comm.global_rank}: {caller.label} cannot be {done}", comm.ranks,
          comm.gather(mine), "call it alike on all ranks; nothing has changed")
     _end_last_save(comm)
