@@ -504,7 +504,7 @@ def test_parameters_without_a_gradient_stay_as_they_are(world_size):
     Proves I1, I8, `Zero3Optimizer._used`, `Zero3Optimizer._squares`, `Zero3Optimizer.regroup`,
     `ShardStates.split_by_use`, `ShardStates.repartition`, `ShardStates.piece_numbers`,
     `ShardStates.used`, `predict_optimizer`, `Entries.describe`, `Flat.within`,
-    `Listing.states`, `ShardGradient.note_used`.
+    `_states_of`, `ShardGradient.note_used`.
     """
     for rank in run(alternate_all, world_size):
         for case, worst in rank.items():

@@ -47,7 +47,7 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 950, "beside": 469, "checkpoint": 1433, "comm": 961, "compiler": 960, "compression":
+MOST = {"": 950, "beside": 468, "checkpoint": 1200, "comm": 965, "compiler": 960, "compression":
         896, "estimate": 769, "guards": 557, "inject": 756, "offload": 919, "optimizer": 1356,
         "pipeline": 937, "train": 963, "whole_model": 860}
 # What the heart reaches by its imports, in lines of code.

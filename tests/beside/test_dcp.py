@@ -219,7 +219,7 @@ def test_fsdp2_goes_on_from_a_folder_of_ours(tmp_path, ranks, then, tier, layers
     """
     As torch's documentation has it, from any tier, and one more step is ours. Breaks where a key is
     called otherwise, an option is missing, or a tied weight has its states under the other name.
-    Proves `save_dcp`, `_Boxes`, `dcp_state`, `Entries.names`, `Entries.state_of`, `Listing`,
+    Proves `save_dcp`, `_Boxes`, `dcp_state`, `Entries._names`, `Entries.state_of`, `Listing`,
     `Listing.__init__`, `is_meta`, `name_and_key`.
     """
     run(we_save, ranks, tmp_path / "ours", tier, tmp_path, torch.float32, layers)
@@ -541,7 +541,7 @@ def foreign(folder, metadata):
 DAMAGES = {
     without("model.mix"): "`mix` has moments but no values",
     without("model.blocks.0.down.weight"): "`blocks.0.down.weight` is missing in the checkpoint",
-    without("optim.state.last.bias.exp_avg_sq"): "`last.bias` has ['exp_avg'] there, and this",
+    without("optim.state.last.bias.exp_avg_sq"): "`last.bias` has a `exp_avg_sq` of None there",
     without("optim.state.last.bias.step"): "`last.bias` has a `step` of None there",
     shorter: "`mix` is of (2, 3, 5) in the checkpoint, of (2, 3, 6) here",
     holed: "`mix`, its exp_avg: some elements are in no file",

@@ -82,9 +82,9 @@ def test_a_name_that_leads_out_of_its_folder_writes_nothing(tmp_path, capsys, na
 
 def test_names_are_checked_wherever_they_come_from(tmp_path, capsys):
     """
-    In an index of safetensors, in DeepSpeed's note of the newest folder, and in DCP's list of its
-    files, a path is refused, and so are names that are empty or do not print.
-    Proves `check_name`, `from_safetensors`, `from_deepspeed`, `_DcpReader`.
+    In DeepSpeed's note of the newest folder, and in DCP's list of its files, a path is refused, and
+    so are names that are empty or do not print.
+    Proves `check_name`, `from_deepspeed`, `_read_metadata`.
     """
     for good in ("weight", "module.0.weight", "größe", "a b", "..a", "a..b"):
         assert check_name(good, as_path=True) == good
@@ -95,10 +95,7 @@ def test_names_are_checked_wherever_they_come_from(tmp_path, capsys):
     for bad in (".", "..", "/", "a/b", "a\\b", ""):
         with pytest.raises(Broken, match="is not a valid name of a file"):
             check_name(bad, as_path=True)
-    # Hugging Face's, DeepSpeed's and DCP's.
-    (tmp_path / "hf").mkdir()
-    index = {"weight_map": {"a": ".."}}
-    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    # DeepSpeed's and DCP's.
     (tmp_path / "ds").mkdir()
     (tmp_path / "ds" / "latest_universal").write_text("..")
     folder = dcp_folder(tmp_path / "dcp")
@@ -106,8 +103,8 @@ def test_names_are_checked_wherever_they_come_from(tmp_path, capsys):
     for info in metadata.storage_data.values():
         info.relative_path = "../dcp/__0_0.distcp"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    for what, source in (("import", "hf"), ("universal", "ds"), ("universal", "dcp")):
-        assert command(what, tmp_path / source, tmp_path / "out") == 1
+    for source in ("ds", "dcp"):
+        assert command("universal", tmp_path / source, tmp_path / "out") == 1
         assert "is not a valid name of a file or folder" in capsys.readouterr().err, source
     assert not (tmp_path / "out").exists()
 
@@ -127,7 +124,7 @@ def test_what_is_in_dcps_metadata_is_not_run(tmp_path, capsys):
     A `.metadata` that would open a file is refused by the name of what it asks for, alone and
     inside of what DCP has written, and nothing has been opened. DCP's own is read. Breaks with
     Python's `pickle.load`.
-    Proves `_MetadataUnpickler`, `_DcpReader`.
+    Proves `_MetadataUnpickler`, `_read_metadata`.
     """
     folder = dcp_folder(tmp_path / "dcp")
     assert not command("universal", folder, tmp_path / "good")
@@ -161,42 +158,30 @@ def test_dcps_metadata_changes_no_class_of_torchs(tmp_path):
     assert type(again) is Metadata and again == good
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, capsys):
+def test_a_manifest_that_is_no_file_is_refused_and_not_waited_for(tmp_path):
     """
-    A pipe in the place of a file, which nobody writes to. Breaks without `check_files`: the command
-    then waits for ever.
-    Proves `check_files`, `_read_manifest`.
+    A pipe in its place, which nobody writes to. Breaks where it is opened: that waits for ever.
+    Proves `_read_manifest`.
     """
-    for i, (command_name, name) in enumerate((
-            ("import", "model.safetensors"), ("universal", ".metadata"), ("inspect", MANIFEST),
-            ("universal", "latest_universal"), ("verify", MANIFEST))):
-        folder = tmp_path / f"{i}"
-        folder.mkdir()
-        os.mkfifo(folder / name)
-        told = [command_name, folder, tmp_path / "out"]
-        assert command(*told[: 3 if command_name in ("import", "universal") else 2]) == 1
-        assert "is neither a file nor a folder" in capsys.readouterr().err
-    os.mkfifo(tmp_path / "pipe.safetensors")
-    assert command("import", tmp_path / "pipe.safetensors", tmp_path / "out") == 1
+    os.mkfifo(tmp_path / MANIFEST)
     model, optimizer = shard(plain())
     with pytest.raises(RuntimeError, match="is missing"):
-        load(tmp_path / "2", model, optimizer)
+        load(tmp_path, model, optimizer)
 
 
-def test_tensors_of_a_file_share_no_bytes(tmp_path):
+def test_a_tensor_that_leaves_its_file_is_refused(tmp_path):
     """
-    The header of a file, forged so that one tensor begins inside of another, or leaves the file.
-    Proves `TensorFile.header`.
+    Its header, forged so that it ends behind the file, or before it begins.
+    Proves `TensorFile.read_bytes`.
     """
     path = tmp_path / "file"
-    for offsets in ([[0, 8], [4, 12]], [[0, 8], [0, 8]], [[0, 8], [8, 800]], [[8, 4], [8, 12]]):
-        header = {name: {"dtype": "F32", "shape": [2], "data_offsets": each}
-                  for name, each in zip("ab", offsets, strict=True)}
+    for offsets in ([8, 800], [-800, 8], [8, 4]):
+        header = {"a": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}
         text = json.dumps(header).encode()
         path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
         raw = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
         file = TensorFile(path, 0, {}, len(raw), checksums(raw))
-        with pytest.raises(Broken, match="overlaps another tensor, or leaves the file"):
+        with pytest.raises(Broken, match=r"has no bytes|has no elements"):
             file.read("a")
 
 
@@ -218,8 +203,7 @@ def test_what_does_not_print_is_escaped(tmp_path, capsys):
 
     rewrite(newest(tmp_path / "run"), forge)
     escaped = "\\x1b[2J\\nwrote it"
-    for what in (("inspect",), ("universal", tmp_path / "out"), ("verify",),
-                 ("export", tmp_path / "out")):
+    for what in (("universal", tmp_path / "out"), ("verify",), ("export", tmp_path / "out")):
         command(what[0], tmp_path / "run", *what[1:])
         told = capsys.readouterr()
         assert CLEAR not in told.out + told.err and "\nwrote" not in told.out + told.err
@@ -228,7 +212,7 @@ def test_what_does_not_print_is_escaped(tmp_path, capsys):
         load(tmp_path / "run", model, optimizer)
     assert CLEAR not in str(error.value)
     (tmp_path / f"x{CLEAR}").mkdir()
-    assert command("inspect", tmp_path / f"x{CLEAR}") == 1
+    assert command("verify", tmp_path / f"x{CLEAR}") == 1
     assert CLEAR not in capsys.readouterr().err
 
 
@@ -248,18 +232,10 @@ def test_the_command_line_ends_in_one_line_whatever_it_is_given(tmp_path, capsys
         (tmp_path / f"dcp{i}").mkdir()
         (tmp_path / f"dcp{i}" / ".metadata").write_bytes(raw)
         assert command("universal", tmp_path / f"dcp{i}", tmp_path / "out") == 1
-    for i, text in enumerate(("[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "{",
-                              '{"weight_map": {}}', "[" * 100_000)):
-        (tmp_path / f"hf{i}").mkdir()
-        (tmp_path / f"hf{i}" / "model.safetensors.index.json").write_text(text)
-        assert command("import", tmp_path / f"hf{i}", tmp_path / "out") == 1
     told = capsys.readouterr()
-    assert told.err.count("zero3.checkpoint ") == len(told.err.splitlines()) == 12
+    assert told.err.count("zero3.checkpoint ") == len(told.err.splitlines()) == 5
     assert not told.out and not (tmp_path / "out").exists()
-    for args in (("inspect", ""), ("export", tmp_path / "run", ""),
-                 ("export", tmp_path / "run", tmp_path / "out", "--file-bytes", "-5"),
-                 ("import", tmp_path / "run", tmp_path / "out", "--step", "-1"),
-                 ("import", tmp_path / "run", tmp_path / "out", "--step", "9" * 300)):
+    for args in (("verify",), ("export", tmp_path / "run")):
         with pytest.raises(SystemExit) as error:
             command(*args)
         assert error.value.code == 2 and len(capsys.readouterr().err.splitlines()) < 7
@@ -284,12 +260,10 @@ def poison(path, change, file_change=None):
 
 def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
     """
-    Options of param groups, what the optimizer counts, its loss scale and the random numbers'
-    states, each made something of another type, shape or kind, or left out: refused, with the
-    weights, the options and the states as before, and the next step is taken. Breaks where an
-    option is taken over as it stands, or a state is first set after the weights are there.
-    Proves `Entries._check_optimizer`, `Entries._check_options`, `_check_states`, `_kind`,
-    `_check_random_states`, `load`.
+    What the optimizer counts and the random numbers' states, each made something of another type,
+    or left out: refused, with the weights, the options and the states as before, and the next step
+    is taken. Breaks where a state is first set after the weights are there.
+    Proves `Entries._check_optimizer`, `_check_states`, `_set_random_states`, `load`.
     """
     model, optimizer = shard(plain())
     train(model, optimizer, 0)
@@ -297,33 +271,15 @@ def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
     path = newest(tmp_path / "run")
     good = {name: (path / name).read_bytes() for name in (MANIFEST, file_name(0, 1))}
 
-    def option(key, value):
-        return lambda told: told["optimizer"]["groups"][0].update({key: value})
-
-    def scale(key, value):
-        return lambda told: told["optimizer"]["scale"].update({key: value})
-
     def state(change):
         return lambda told: [change(each) for flat in told["flats"] for each in flat["states"]]
 
     nothing = lambda told: None  # noqa: E731
-    cases = [(option(key, value), None) for key, value in (
-        ("lr", "x"), ("lr", float("nan")), ("lr", float("inf")), ("lr", True),
-        ("params", []), ("fused", "x"), ("betas", [0.9]),
-        ("betas", 0.9), ("maximize", "yes"), ("eps", None), ("weight_decay", [1]),
-        ("weight_decay", {"__tensor__": "0000803f0000803f", "dtype": "F32", "shape": [2]}),
-        ("initial_lr", "x"), ("more", {"a": 1}))]
-    cases += [(scale(key, value), None) for key, value in (
-        ("step", 5), ("loss_scale", 0), ("loss_scale", float("nan")), ("loss_scale", "x"),
-        ("good_steps", -1), ("good_steps", 0.5), ("skipped_steps", None))]
-    cases += [(state(change), None) for change in (
+    cases = [(state(change), None) for change in (
         lambda each: each["scalars"].update(step="x"), lambda each: each["scalars"].update(step=1),
-        lambda each: each["scalars"].update(
-            step={"__tensor__": "0000c07f", "dtype": "F32", "shape": []}),
         lambda each: each.update(moments=[]), lambda each: each.update(scalars={}),
         lambda each: each["moments"].append("exp_avg_cubed"))]
-    cases += [(lambda told: [flat.update(states=[]) for flat in told["flats"]], None),
-              (option("weight_decay", 1 << 64), None)]
+    cases.append((lambda told: [flat.update(states=[]) for flat in told["flats"]], None))
     cases += [(nothing, (b"MT19937", b"MT19936")),
               (nothing, (rb'\"python\": {\"__tuple__\": [3,', rb'\"python\": {\"__tuple__\": [9,')),
               (nothing, (rb'\"python\"', rb'\"pythom\"'))]
@@ -366,7 +322,7 @@ def test_a_manifest_with_other_entries_is_refused_by_its_name(tmp_path):
           "optimizer": lambda told: told["optimizer"]}
     for of in at.values():
         for key in of(json.loads(good)):
-            if key in ("crc32", "extra", "place", "places", "param_group", "optimizer"):
+            if key in ("crc32", "extra", "place", "places", "param_group", "part", "optimizer"):
                 # What may be missing, and the checksum, which is written anew.
                 continue
             if of is at["states"] and key == "params":
@@ -377,7 +333,7 @@ def test_a_manifest_with_other_entries_is_refused_by_its_name(tmp_path):
                 with pytest.raises(Broken, match=MANIFEST):
                     CheckpointReader(path)
                 (path / MANIFEST).write_bytes(good)
-    # The values of options are the checkpoint's own, and only their kinds are compared.
+    # The values of options are the checkpoint's own.
     rewrite(path, lambda told: told["optimizer"]["groups"][0].update(lr=-1.0))
     load(path, model, optimizer)
     assert optimizer.param_groups[0]["lr"] == -1.0
@@ -394,7 +350,7 @@ def test_options_that_are_right_come_back(tmp_path):
     Those that a scheduler has added, a learning rate in a tensor, an `eps` of zero and integers for
     numbers; by torch's optimizers too, and by one of somebody's own with an argument that no option
     names. Breaks where a check is stricter than the optimizer.
-    Proves `Entries._first_state`, `first_state`, `Entries._take_options`, `_kind`.
+    Proves `Entries._first_state`, `first_state`, `Entries._take_options`.
     """
     class Own(torch.optim.SGD):
         def __init__(self, params, must, **kwargs):
@@ -465,7 +421,7 @@ def test_a_module_under_two_names_has_both_everywhere(tmp_path, kind):
     In the full parameters, in a checkpoint and in an export, parameters and buffers; another model
     loads them by either, also where the checkpoint has one name of each, and a step on it is that
     of plain PyTorch. Breaks with `named_children`, which drops the second name.
-    Proves `own_modules`, `plain_names`, `Entries.names`, `Entries.check`.
+    Proves `own_modules`, `plain_names`, `Entries._names`, `Entries.check`.
     """
     x, plainly, model = torch.randn(4, 2), Twice(), sharded(kind)
     for each in (plainly, model):

@@ -111,9 +111,9 @@ def contents(folder):
     checkpoint = CheckpointReader(newest(folder))
     found = {}
     for p in checkpoint.params:
-        for key in ("param", *checkpoint.states(p)["moments"]):
+        for key in ("param", *p.states["moments"]):
             found[p.name, key] = checkpoint.read_whole(p, key)
-        for key, value in decode(checkpoint.states(p)["scalars"]).items():
+        for key, value in decode(p.states["scalars"]).items():
             found[p.name, key] = torch.as_tensor(value)
     return found
 
@@ -188,7 +188,7 @@ def test_what_is_saved_is_what_plain_pytorch_has(tmp_path):
     """
     Weights, both moments and steps of plain AdamW on the global batch, read from the files of three
     ranks by parameter. Breaks where a name belongs to another place in the flat parameter.
-    Proves `Entries.describe`, `Entries.tensors`, `Listing.states`,
+    Proves `Entries.describe`, `Entries.tensors`, `_states_of`,
     `CheckpointReader.read_whole`, `Slot`.
     """
     run(goes_on, 3, None, tmp_path, "chain", FP64, "device", None, 3)
@@ -229,7 +229,7 @@ def test_another_tier_and_another_dtype_may_load_it(tmp_path, tier, other, dtype
     """
     The masters and the moments come back as they were, and the weights are them, rounded; from a
     chain into a wrapped model. Breaks where the rounded weights are saved in place of the masters.
-    Proves I8, `Entries.here`, `Entries.take`, `Flat`, `Flat.moments`.
+    Proves I8, `Entries.here`, `Entries.take`, `Flat`.
     """
     before = run(saves, 2, tmp_path / "a", "chain", dtype, tier, tmp_path)[0]
     folders = (tmp_path / "a", tmp_path / "b")
@@ -301,7 +301,7 @@ def test_a_tied_parameter_is_saved_once_and_found_by_either_name(tmp_path):
     """
     In the manifest it has both of its names, and another number of ranks finds it by them. Breaks
     where a unit knows a parameter of another one by one name alone.
-    Proves `Entries.names`, `Param`, `CheckpointReader`.
+    Proves `Entries._names`, `Param`, `CheckpointReader`.
     """
     one = run(saves_tied, 2, tmp_path / "a", None)[0]
     assert same(one, run(saves_tied, 3, tmp_path / "b", tmp_path / "a")[0])
@@ -389,7 +389,7 @@ def test_states_in_files_do_not_come_to_memory_together(tmp_path):
     Twenty layers whose states are in files: to save and to load them takes the pieces of a file
     that are under way, 32 MiB, and a shard, and not the states. An asynchronous save writes them at
     once.
-    Proves `Writer.write`, `Entries.tensors`, `Saving._fill`.
+    Proves `Writer.write`, `Entries.tensors`, `Saving._write_now`.
     """
     for grown, states in run(saves_from_files, 1, tmp_path / "a", tmp_path, fresh=True):
         assert states > 100 and max(grown) < 60, (grown, states)
@@ -448,7 +448,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, torchs):
     """
     Two steps are taken before a byte is written, and what is written is of before them. Breaks
     where an asynchronous save waits, or writes what has changed since.
-    Proves `Saving`, `Saving.begin`, `Saving._fill`, `Saving.wait`.
+    Proves `Saving`, `Saving.begin`, `Saving._write_now`, `Saving.wait`.
     """
     expected = ["step", "step", "write"], True, True
     assert run(saves_meanwhile, 2, tmp_path, torchs) == [expected] * 2
@@ -464,7 +464,7 @@ def fails_meanwhile(folder):
             raise OSError(errno.ENOSPC, "No space left on device")
         File.move = full
     saving = save(folder, model, optimizer, step=2, async_write=True)
-    saving.written.result()
+    saving.written.exception()
     dist.barrier()
     File.move, before = move, weights(model)
     message = ""
@@ -491,7 +491,7 @@ def test_a_write_that_failed_is_an_error_in_the_next_step(tmp_path):
     """
     On all ranks, before the step changes anything; then training may go on, and save again, and a
     step that finds the files written makes the checkpoint. Breaks where a thread's error is lost.
-    Proves I10, `Saving._write`, `Saving._end_if_done`, `Saving._on_all_ranks`.
+    Proves I10, `Saving._write_rest`, `Saving._end_if_done`, `Saving._on_all_ranks`.
     """
     for rank, (message, again, unchanged, names) in enumerate(run(fails_meanwhile, 2, tmp_path)):
         assert again == message
@@ -524,7 +524,7 @@ def test_the_newest_are_kept_and_a_step_may_be_saved_again(tmp_path):
     assert sorted(os.listdir(newest(tmp_path))) == [MANIFEST, file_name(0, 1)]
     with pytest.raises(RuntimeError, match=r"Expected: a `step` of at least 0.*Got: -1 and 2"):
         save(tmp_path, model, optimizer, step=-1)
-    with pytest.raises(TypeError):
+    with pytest.raises(RuntimeError, match="'float' object cannot be interpreted as an integer"):
         save(tmp_path, model, optimizer, step=3.0)
     save(tmp_path, model, optimizer, step=np.int64(10))
     assert [*steps(tmp_path)] == [9, 10]
@@ -709,10 +709,10 @@ def test_another_model_or_optimizer_is_refused_by_name(saved):
         assert expected in str(error.value), error.value
     model, _ = shard(plain())
     sgd = Zero3Optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9, group_by=decay)
-    with pytest.raises(RuntimeError, match=r"the optimizer is AdamW in the checkpoint, SGD here"):
+    with pytest.raises(RuntimeError, match=r"is stepped by AdamW there, and by SGD here; leave"):
         load(path, model, sgd)
     amsgrad = Zero3Optimizer(model, lr=0.1, amsgrad=True, group_by=decay)
-    with pytest.raises(RuntimeError, match=r"this optimizer needs .*'max_exp_avg_sq'"):
+    with pytest.raises(RuntimeError, match=r"has a `max_exp_avg_sq` of None there, and this opt"):
         load(path, model, amsgrad)
     with pytest.raises(RuntimeError, match=r"Expected: one of this model's shards. Got: Zero3Opt"):
         load(path, shard(plain())[0], sgd)
@@ -881,7 +881,7 @@ def fuzzes(folder, cases):
             for _ in range(rng.randint(1, 4)):
                 raw[rng.randrange(len(raw))] = rng.randrange(256)
             (path / MANIFEST).write_bytes(raw[: rng.choice([len(raw), rng.randrange(len(raw))])])
-        for what in ("load", "inspect", "verify", "export", "universal", "dcp"):
+        for what in ("load", "verify", "export", "universal", "dcp"):
             out = folder.parent / "out"
             try:
                 if what == "load":

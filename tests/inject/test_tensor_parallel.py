@@ -424,8 +424,8 @@ def test_split_layers_are_sharded_again(which, ours, chain, tmp_path):
     of the positions on each rank. The checkpoint loads at tensor 1 x shard 1, x shard 3, and at
     tensor 2 without shards, with the plain names and shapes.
     Proves I1, `Zero3Optimizer._squares`, `connect`, `parts._counted`, `part_of`, `Portion.counted`,
-    `clip_grad_norm_`, `save_load.save`, `load`, `Entries.part`, `CheckpointReader._read_parts`,
-    `Param.part`, `Param.shape`, `Line.connect`.
+    `clip_grad_norm_`, `save_load.save`, `load`, `CheckpointReader._read_into`, `Param.part`,
+    `Param.shape`, `Line.connect`.
     """
     folder = str(tmp_path)
     (worst, expected), *others = run(split_and_sharded, 4, which, (2, 2), folder, ours, chain)
@@ -797,7 +797,8 @@ def test_gradients_of_split_weights_are_not_clipped_by_the_norm_of_a_part():
 def test_a_part_is_taken_read_and_put_back():
     """
     The four weights of the head of `parts.py`, and every range of a part read from the whole.
-    Proves `WeightPart`, `WeightPart.of`, `WeightPart.take`, `WeightPart.put`, `WeightPart.read`.
+    Proves `WeightPart`, `WeightPart.of`, `WeightPart.take`, `WeightPart.holds`,
+    `WeightPart.before`, `WeightPart.read`.
     """
     whole = torch.arange(8).view(2, 4)
     taken = [[WeightPart.of((2, 4), dim, place, 2, blocks).take(whole).tolist() for place in (0, 1)]
@@ -810,7 +811,10 @@ def test_a_part_is_taken_read_and_put_back():
         for place in range(count):
             part = WeightPart.of(whole.shape, dim, place, count, blocks)
             values = part.take(whole)
-            part.put(found, values)
+            held = part.holds(torch.arange(whole.numel()))
+            found.view(-1)[held] = values
+            assert [part.before(i) for i in range(len(held) + 1)] == [
+                int(held[:i].sum()) for i in range(len(held) + 1)]
             for begin in range(len(values)):
                 for end in range(begin + 1, len(values) + 1):
                     read = part.read(begin, end, lambda i, j: whole.flatten()[i:j])
@@ -825,7 +829,7 @@ def test_a_checkpoint_with_parts_that_do_not_add_up_is_refused():
     """
     def param(place):
         part = asdict(WeightPart.of((2, 4), 0, place, 2))
-        return Param(place, {"names": ["w"], "shape": [1, 4], "offset": 0, "part": part})
+        return Param(place, {"names": ["w"], "shape": [1, 4], "offset": 0, "part": part}, {})
 
     assert [p.shape for p in merge_parts([param(0), param(1)])] == [(2, 4)]
     for places in ((0,), (1,), (0, 0), (1, 0)):

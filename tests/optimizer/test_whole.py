@@ -918,8 +918,8 @@ def test_states_are_saved_by_name_and_resume_on_any_number_of_ranks(tmp_path):
     Masters, momentum, the factors of rows and columns and the counts of steps, saved by two ranks
     and loaded by one, by three, and into a wrapped model: the same bits, in whole shapes. Two ranks
     go on to the bits of the run that never stopped.
-    Proves `Owners.spread`, `Spread`, `Owners.state_of`, `Entries._take_whole`,
-    `Entries._check_whole`.
+    Proves `Owners.spread`, `Spread`, `Owners.state_of`, `Entries._take_wholes`,
+    `_check_states`.
     """
     masters, states = run(saves, 2, tmp_path, {})[0]
     assert states["head.weight"]["row_var"].shape == (32, 1)
@@ -947,7 +947,7 @@ def plain_continues(folder):
     checkpoint = CheckpointReader(newest(folder))
     for (name, p), each in zip(reference.trained, reference.optimizers, strict=True):
         param = checkpoint.find([name])
-        states = checkpoint.states(param)
+        states = param.states
         with torch.no_grad():
             reference.masters[name].copy_(checkpoint.read_whole(param, "param"))
             p.copy_(reference.masters[name])
@@ -992,7 +992,7 @@ def from_plain(folder):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save(trained, checkpoint_id=folder / "plain", no_dist=True)
-            from_dcp(folder / "plain", folder / "ours", 3)
+            from_dcp(folder / "plain", folder / "ours")
     dist.barrier()
     model, optimizer = new(group_by=by_shape)
     load(folder / "ours", model, optimizer)

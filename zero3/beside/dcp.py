@@ -116,8 +116,7 @@ def _check(entries: Entries, folder: Path) -> None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     entries.expect(len(entries.comm.ranks) == ranks, "cannot be written by DCP", "a model on all "
                    f"{ranks} ranks", f"one on ranks {[*entries.comm.ranks]}", "take `zero3.save`")
-    split = [entries.names(flat, slot)[0] for flat in entries.flats
-             for slot in flat.parameter.slots if entries.part(flat, slot)]
+    split = [own.names[0] for own in entries.params if own.part]
     entries.expect(not split, "cannot be written by DCP", "whole weights", f"parts of {split[:3]}, "
                    "because of tensor parallelism", "take `zero3.save`")
 
@@ -159,7 +158,7 @@ class _Boxes(dcp.DefaultSavePlanner):
         dcp_key = item.index.fqn
         if not is_meta(self.state_dict[dcp_key]):
             # Every rank has the whole, and the first one writes it.
-            return [item] if self.entries.stage_comm.rank == 0 else []
+            return [item] if self.entries.comm.rank == 0 else []
         assert item.tensor_data, "it is a tensor"
         name, key = name_and_key(dcp_key)
         param = self.listing.by_name[name]
@@ -266,7 +265,6 @@ class DcpCheckpoint(CheckpointReader):
         """
         ### Read the list of tensors, and the options of param groups
         """
-        self.folder = folder
         self.dcp = DcpFolder(folder)
         # Files of ours would have random numbers.
         self.files = []

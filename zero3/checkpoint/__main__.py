@@ -1,5 +1,5 @@
 """
-# The command line of checkpoints: inspect, verify, convert
+# The command line of checkpoints: verify and convert
 """
 
 import sys

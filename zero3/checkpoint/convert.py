@@ -1,12 +1,12 @@
 r"""
-# The checkpoint tool: inspect, verify, export, import
+# The checkpoint tool: verify, export, convert
 
-`main` is the command line. It prints and checks checkpoints, and converts them, one parameter at a
-time, in one process without the model or a GPU.
+`main` is the command line. It checks checkpoints and converts them, one parameter at a time, in one
+process without the model or a GPU.
 
 | format | command | content |
 |---|---|---|
-| Hugging Face's safetensors: a file, or several with an index | `export`, `import` | weights |
+| Hugging Face's safetensors | `export` | weights |
 | DeepSpeed's universal layout: a folder for each parameter | `universal` | and optimizer states |
 | `torch.distributed.checkpoint`, which FSDP2 loads | `universal --format dcp` | and options |
 
@@ -17,26 +17,22 @@ $$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text
 
 **Run this**: `python -m zero3.checkpoint --help`.
 
-**Not covered, and what that costs**: the parameters have the names of the plain model. You have to
-add a prefix such as Hugging Face's `model.` yourself.
+**Not covered, and what that costs**: `export` writes a single file, also of a large model. The
+parameters have the names of the plain model. You have to add a prefix such as Hugging Face's
+`model.` yourself. Only `wrap(model, checkpoint=...)` reads safetensors.
 """
 
 import argparse
-import math
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zero3.checkpoint.formats import (
     from_dcp,
     from_deepspeed,
-    from_tensors,
     print_escaped,
     to_dcp,
     to_deepspeed,
@@ -48,45 +44,9 @@ from zero3.checkpoint.reader import (
     newest,
     steps,
 )
-from zero3.checkpoint.tensor_files import check_files, check_name
-from zero3.offload.tensors import (
-    BLOCK_BYTES,
-    TYPES,
-    Broken,
-    Like,
-    write_index,
-    write_tensors,
-)
-from zero3.whole_model.materialise import Source
+from zero3.offload.tensors import BLOCK_BYTES, TYPES, Broken, Like, write_tensors
 
-# ------------------------------------------------------------------------------ inspect and verify
-
-
-def inspect(folder: Path) -> None:
-    """
-    ## Print the flat parameters of a checkpoint and the parameters in them
-    """
-    checkpoint = CheckpointReader(folder)
-    manifest = checkpoint.manifest
-    nbytes = sum(file.nbytes for file in checkpoint.files)
-    print_escaped(f"{folder}: step {manifest['step']:,}, saved by {len(checkpoint.files)} ranks, "
-                  f"{nbytes:,} bytes")
-    at = [f" (place {place} in the pipeline)" if checkpoint.places > 1 else ""
-          for place in range(checkpoint.places)]
-    optimizer = manifest["optimizer"]
-    if optimizer is not None:
-        print_escaped(f"{optimizer['class']}, {len(optimizer['groups'])} param groups")
-    for flat in checkpoint.flats:
-        tensors = ", ".join(f"{key} {dtype}" for key, dtype in flat["keys"].items())
-        padding = f" and {flat['padding']} of padding" if flat["padding"] else ""
-        print_escaped(f"{flat['numel']:>14,}{padding} in layer {flat['layer'] or '(the rest)'}"
-                      f"{at[flat['place']]}, {flat['dtype']}; saved: {tensors}")
-        for entry in flat["params"]:
-            print_escaped(f"{math.prod(entry['shape']):>18,}  {' = '.join(entry['names'])} "
-                          f"{tuple(entry['shape'])}")
-    for name, place in manifest["replicated"].items():
-        numel = checkpoint.replicated(0, name).numel()
-        print_escaped(f"{numel:>14,} in {name}, whole on each rank{at[place]}")
+# ------------------------------------------------------------------------------------------ verify
 
 
 def verify(folders: list[Path]) -> int:
@@ -98,7 +58,9 @@ def verify(folders: list[Path]) -> int:
     status = 0
     for folder in folders:
         try:
-            _verify(CheckpointReader(folder))
+            for file in CheckpointReader(folder).files:
+                for i in range(-(-file.nbytes // BLOCK_BYTES)):
+                    file.block(i)
             print_escaped(f"{folder}: as it was written")
         except Exception as error:
             status = 1
@@ -106,34 +68,17 @@ def verify(folders: list[Path]) -> int:
     return status
 
 
-def _verify(checkpoint: CheckpointReader) -> None:
-    """
-    #### Check all blocks of all files, and that the headers agree with the manifest
-    """
-    for file in checkpoint.files:
-        for i in range(-(-file.nbytes // BLOCK_BYTES)):
-            file.block(i)
-    for i, flat in enumerate(checkpoint.flats):
-        for file in checkpoint.files_at(flat["place"]):
-            end = -(-flat["numel"] // checkpoint.world_size)
-            for key in flat["keys"]:
-                # No elements: this only checks that the header has so many.
-                file.read(f"{i}.{key}", end, end)
-
-
 # ----------------------------------------------------------------------------------- safetensors
 
 
 def export(folder: Path,
            out: Path,
-           dtype: torch.dtype | None = None,
-           file_bytes: int = 5 << 30) -> None:
+           dtype: torch.dtype | None = None) -> None:
     """
     ## Export the weights for Hugging Face
 
-    * `out` is a folder without files of the same names
+    * `out` is a folder without a file `model.safetensors`
     * `dtype` is the new data type of floating-point parameters, by default that of the model
-    * `file_bytes` is the most that goes into a file, except for a larger parameter
     """
     checkpoint = CheckpointReader(folder)
     like: Like = {}
@@ -144,49 +89,13 @@ def export(folder: Path,
         tensor = checkpoint.replicated(0, name)
         like[name] = (tensor.dtype, tuple(tensor.shape))
 
-    files = _files(like, file_bytes)
     # The other names of a tied parameter.
     metadata = {"format": "pt"} | {other: param.name for param in checkpoint.params
                                    for other in param.entry["names"][1:]}
-    make_output_folder(out)
-
-    with ExitStack() as undo:
-        for file, names in files.items():
-            write_tensors(out / file, {name: like[name] for name in names},
-                          lambda name: _parts(checkpoint, name), metadata)
-            # An exception in a later file removes this one too.
-            undo.callback((out / file).unlink)
-        undo.pop_all()
-
-    total_bytes = sum(_nbytes(tensor) for tensor in like.values())
-    if len(files) > 1:
-        write_index(out, {name: file for file, names in files.items() for name in names},
-                    total_bytes)
+    file = write_tensors(make_output_folder(out) / "model.safetensors", like,
+                         lambda name: _parts(checkpoint, name), metadata)
     print_escaped(f"wrote {len(like)} tensors of step {checkpoint.manifest['step']}, "
-                  f"{total_bytes:,} bytes, to {out}, in {len(files)} files")
-
-
-def _files(like: Like, file_bytes: int) -> dict[str, list[str]]:
-    """
-    #### The names of the tensors in each file
-    """
-    files: list[list[str]] = [[]]
-    left_bytes = file_bytes
-    # Larger elements first, as in a single file.
-    for name in sorted(like, key=lambda name: -like[name][0].itemsize):
-        if files[-1] and _nbytes(like[name]) > left_bytes:
-            files.append([])
-            left_bytes = file_bytes
-        files[-1].append(name)
-        left_bytes -= _nbytes(like[name])
-    if len(files) == 1:
-        return {"model.safetensors": files[0]}
-    return {f"model-{i:05}-of-{len(files):05}.safetensors": file for i, file in enumerate(files, 1)}
-
-
-def _nbytes(tensor: tuple[torch.dtype, tuple[int, ...]]) -> int:
-    dtype, shape = tensor
-    return math.prod(shape) * dtype.itemsize
+                  f"{file['nbytes']:,} bytes, to {out}")
 
 
 def _parts(checkpoint: CheckpointReader, name: str) -> Iterator[torch.Tensor]:
@@ -201,31 +110,6 @@ def _parts(checkpoint: CheckpointReader, name: str) -> Iterator[torch.Tensor]:
         yield checkpoint.read(param, "param", begin, min(begin + PART_NUMEL, param.numel))
 
 
-def from_safetensors(source: Path,
-                     folder: Path,
-                     step: int) -> None:
-    """
-    ## Make a checkpoint of Hugging Face's safetensors
-
-    * `source` is a file, an index of several files, or the folder of either
-    """
-    files = Source(torch.device("cpu"), checkpoint=source).files
-    if not files:
-        raise Broken(f"{source} has no tensors")
-    tensors = {}
-    for name, path in files.items():
-        check_name(path.name, as_path=True)
-        with safe_open(path, framework="pt") as file:
-            part = file.get_slice(name)
-            tensors[name] = {"param": (TYPES[part.get_dtype()], tuple(part.get_shape()))}
-
-    def read(name: str, key: str) -> torch.Tensor:
-        with safe_open(files[name], framework="pt") as file:
-            return file.get_tensor(name)
-
-    from_tensors(folder, step, tensors, {}, read)
-
-
 # ------------------------------------------------------------------------------------ command line
 
 
@@ -237,47 +121,25 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        check_files(args.folder)
-        if args.command == "inspect":
-            inspect(_checkpoint_in(args.folder))
-        elif args.command == "verify":
+        if args.command == "verify":
             found = steps(args.folder) or steps(args.folder / "checkpoints")
             return verify([*found.values()] or [args.folder])
         elif args.command == "export":
-            export(_checkpoint_in(args.folder), args.out, TYPES.get(args.dtype), args.file_bytes)
-        elif args.command == "import":
-            from_safetensors(args.folder, args.out, args.step)
+            export(_checkpoint_in(args.folder), args.out, TYPES.get(args.dtype))
+        elif (args.folder / ".metadata").exists():
+            from_dcp(args.folder, args.out)
+        elif (args.folder / "latest_universal").exists() or (args.folder / "zero").is_dir():
+            from_deepspeed(args.folder, args.out)
+        elif args.format == "dcp":
+            to_dcp(_checkpoint_in(args.folder), args.out)
         else:
-            universal(args.folder, args.out, args.format, args.torch_adam, args.step)
-    except BrokenPipeError:
-        # `head`, for example, closes the output.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            to_deepspeed(_checkpoint_in(args.folder), args.out, args.torch_adam)
     except (Exception, CheckpointException) as error:
         # Another library can raise anything over a forged file. DCP's `CheckpointException` is not
         # an `Exception`.
         print_escaped(f"zero3.checkpoint {args.command}: {_in_a_line(error)}", sys.stderr)
         return 1
     return 0
-
-
-def universal(source: Path,
-              out: Path,
-              style: str,
-              torch_adam: bool,
-              step: int) -> None:
-    """
-    ## Convert a checkpoint to another format, or make a checkpoint of one
-
-    * `style` is the format to write, `deepspeed` or `dcp`
-    """
-    if (source / ".metadata").exists():
-        from_dcp(source, out, step)
-    elif (source / "latest_universal").exists() or (source / "zero").is_dir():
-        from_deepspeed(source, out)
-    elif style == "dcp":
-        to_dcp(_checkpoint_in(source), out)
-    else:
-        to_deepspeed(_checkpoint_in(source), out, torch_adam)
 
 
 def _checkpoint_in(folder: Path) -> Path:
@@ -303,47 +165,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m zero3.checkpoint")
     commands = parser.add_subparsers(required=True, dest="command")
     helps = {
-        "inspect": "print the contents of a checkpoint",
         "verify": "read a checkpoint, or all checkpoints of a run, and report damage",
         "export": "write the weights as safetensors",
-        "import": "make a checkpoint of safetensors",
         "universal": "convert to or from the formats of DeepSpeed and FSDP2",
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text)
-        command.add_argument("folder", type=_path, metavar="FOLDER",
+        command.add_argument("folder", type=Path, metavar="FOLDER",
                              help="the folder of a run or of a checkpoint, or the source to read")
-        if name in ("export", "import", "universal"):
-            command.add_argument("out", type=_path, metavar="OUT", help="the folder to write to")
-        if name in ("import", "universal"):
-            command.add_argument("--step", type=_count, default=0, help="the number of steps "
-                                 "taken, if the source does not have it: safetensors, and DCP "
-                                 "without an optimizer")
+        if name != "verify":
+            command.add_argument("out", type=Path, metavar="OUT", help="the folder to write to")
         if name == "export":
             command.add_argument("--dtype", choices=["F32", "BF16", "F16"], help="the data type "
                                  "of floating-point parameters, by default that of the model")
-            command.add_argument("--file-bytes", type=_count, default=5 << 30, metavar="N",
-                                 help="the most bytes in a file")
         if name == "universal":
             command.add_argument("--format", choices=["deepspeed", "dcp"], default="deepspeed")
             command.add_argument("--torch-adam", action="store_true", help="write for a DeepSpeed "
                                  "engine with torch's Adam instead of its own")
     return parser
-
-
-def _path(text: str) -> Path:
-    """
-    #### A folder from the command line
-    """
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty: pass a folder, or `.` for this one")
-    return Path(text)
-
-
-def _count(text: str) -> int:
-    """
-    #### A number of steps or bytes
-    """
-    if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number of at least 0")
-    return int(text)

@@ -35,11 +35,10 @@ parameters with different numbers of steps cannot be loaded into one.
 """
 
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -67,7 +66,7 @@ from zero3.offload.tensors import TYPES, Broken, type_name
 from zero3.optimizer.portions import Here
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
 from zero3.optimizer.states import Piece, ShardStates, State, first_state
-from zero3.optimizer.whole import Spread, Whole
+from zero3.optimizer.whole import Owners, Spread
 from zero3.sharded import comm_of
 from zero3.whole_model.wrap import Zero3Model
 
@@ -79,38 +78,52 @@ _SCALE = ("loss_scale", "good_steps", "skipped_steps")
 
 
 @dataclass(eq=False)
+class Own:
+    """
+    ## A parameter of this model, in its flat parameter
+    """
+
+    names: list[str]  # in the plain model, see `Entries._names`
+    slot: Slot
+    part: WeightPart | None  # the part that the ranks of a shard have; none, if all of it
+    group: int | None  # its param group
+    span: slice  # where in the shard its states are
+    found: Param = field(init=False)  # its record in a checkpoint, from `Entries.check`
+
+
+@dataclass(eq=False)
 class Flat:
     """
     ## A flat parameter of this model, with its optimizer state
     """
 
-    paths: list[str]  # its layer's names in the plain model: several if it is registered twice
+    path: str  # of its layer in the plain model
     layer: Zero3Layer
     parameter: FlatParameter
     owned: ShardStates | None  # the optimizer state, if the optimizer is a `Zero3Optimizer`
-    dtype: torch.dtype  # of the saved values: the master's, or else the shard's
-    in_file: bool  # whether the saved values are in a file
-    # The param group and the range of the shard of each parameter.
-    indices: list[int | None]
-    spans: list[slice]
     pieces: list[Piece]
-    # `Entries.check` fills these in: each parameter's record in the checkpoint, and its state.
-    found: list[Param] = field(default_factory=list)
-    states: list[StatesEntry] = field(default_factory=list)
+    params: list[Own]
 
     @property
-    def moments(self) -> list[str]:
+    def dtype(self) -> torch.dtype:
         """
-        ### The moments that the checkpoint has for this flat parameter
+        ### The data type of the saved values: the master's, or else the shard's
         """
-        return sorted({key for states in self.states for key in states["moments"]})
+        return self.owned.master_dtype if self.owned else self.parameter.shard.dtype
+
+    @property
+    def in_file(self) -> bool:
+        """
+        ### Whether the saved values are in a file
+        """
+        return isinstance(self.owned.in_file if self.owned else self.parameter.storage, InFile)
 
     def within(self, where: slice) -> list[int]:
         """
         ### Indices of the parameters whose state covers part of this range of the shard
         """
-        return [i for i, span in enumerate(self.spans)
-                if max(span.start, where.start) < min(span.stop, where.stop)]
+        return [i for i, own in enumerate(self.params)
+                if max(own.span.start, where.start) < min(own.span.stop, where.stop)]
 
 
 class Entry(NamedTuple):
@@ -126,17 +139,9 @@ class Entry(NamedTuple):
     key: str  # "param" or a moment; for a whole tensor its name
 
 
-# A flat parameter as one rank describes it, and the states of this rank's pieces, by parameter.
-Described = tuple[FlatEntry, dict[int, StatesEntry]]
-
-
-class TensorNames(NamedTuple):
-    """
-    ## The names of all tensors of a model, in a pipeline those of all stages
-    """
-
-    params: list[tuple[list[str], int | None]]  # the names of each parameter, and its param group
-    replicated: set[str]  # the names of the tensors that each rank of a stage has whole
+# The names of each tensor of a model, in a pipeline those of all stages, and its param group. A
+# tensor that each rank has whole is in none.
+Names = list[tuple[list[str], int | None]]
 
 
 class Entries(Named):
@@ -167,7 +172,6 @@ class Entries(Named):
         self.place = self.comm.stages.rank
         # The files of a place follow each other, in the order of their shards.
         self.file_number = self.place * self.comm.world_size + self.comm.rank
-        self.stage_comm = layers[0].comm if layers else self.comm
         check_groups(layers)
         self.expect(bool(layers), "has nothing to save or load", "a model of Zero3Layers",
                     type(model).__name__, "wrap the model first")
@@ -175,14 +179,20 @@ class Entries(Named):
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups if optimizer else []
         self.state: State = optimizer.state if optimizer else {}
         self.optimizer_class = type(getattr(optimizer, "inner", optimizer)).__name__
+        self.owners = optimizer.owners if isinstance(optimizer, Zero3Optimizer) else None
+        # The optimizers of the param groups that are stepped whole.
+        self.inner = self.owners.inner if self.owners else {}
+        # The states of a `Zero3Optimizer`, by their shards.
+        self.owned: dict[torch.Tensor, ShardStates] = {
+            states.shard: states for states in getattr(optimizer, "shard_states", ())}
         self.flats = [self._flat(layer, paths[layer], p) for layer in layers for p in layer.flats]
+        self.params = [own for flat in self.flats for own in flat.params]
         # The layers of a rank in a pipeline may all be frozen.
         frozen = self.comm.stages.size > 1 and getattr(optimizer, "model", None) is model
         has_pieces = any(flat.pieces for flat in self.flats)
         self.expect(optimizer is None or has_pieces or frozen, "cannot save or load this optimizer",
                     "one of this model's shards", type(optimizer).__name__,
                     "build the optimizer after the model is wrapped, on the wrapped model")
-        self.owners = optimizer.owners if isinstance(optimizer, Zero3Optimizer) else None
         # The states of these parameters while they are saved, in pieces like all others.
         self.spread: dict[nn.Parameter, Spread] = {}
         self.replicated = self._find_replicated(paths)
@@ -193,91 +203,81 @@ class Entries(Named):
               paths: list[str],
               parameter: FlatParameter) -> Flat:
         """
-        #### Find the optimizer state of a flat parameter
+        #### Find the parameters and the optimizer state of a flat parameter
+
+        * `paths` are its layer's names in the plain model: several if it is registered twice
         """
         shard = parameter.shard
-        for states in getattr(self.optimizer, "shard_states", ()):
-            if states.shard is shard:
-                return Flat(paths, layer, parameter, states, states.master_dtype,
-                            states.in_file is not None, [*states.group_indices], states.spans,
-                            states.pieces)
-        whole = slice(0, len(shard))
-        pieces = [Piece(index, whole, shard) for index, group in enumerate(self.param_groups)
-                  if any(p is shard for p in group["params"])]
         slots = parameter.slots
-        return Flat(paths, layer, parameter, None, shard.dtype,
-                    isinstance(parameter.storage, InFile),
-                    [pieces[0][0] if pieces else None] * len(slots),
-                    [whole if slot.view.numel() else slice(0, 0) for slot in slots], pieces)
+        owned = self.owned.get(shard)
+        # One of torch's optimizers has a single state for the shard.
+        whole = slice(0, len(shard))
+        spans = owned.spans if owned else [
+            whole if slot.view.numel() else slice(0, 0) for slot in slots]
+        pieces = owned.pieces if owned else [
+            Piece(index, whole, shard) for index, group in enumerate(self.param_groups)
+            if any(p is shard for p in group["params"])]
+        groups = owned.group_indices if owned else [
+            pieces[0].group_index if pieces else None] * len(slots)
+        params = [Own(self._names(paths, slot), slot, part_of(layer.module, slot.names[0]), group,
+                      span) for slot, group, span in zip(slots, groups, spans, strict=True)]
+        return Flat(paths[0], layer, parameter, owned, pieces, params)
+
+    def _names(self, paths: list[str], slot: Slot) -> list[str]:
+        """
+        #### All names that a parameter has in the plain model, in the order of its modules
+
+        The first one is that of `named_parameters()`.
+        """
+        own = [f"{path}.{name}".strip(".") for path in paths for name in slot.names]
+        tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
+        names = own + [name for name, p in tied.items() if p is slot.param and name not in own]
+        return sorted(names, key=lambda name: self.order.get(name.rpartition(".")[0], 0))
 
     def _find_replicated(self, paths: dict[nn.Module, list[str]]) -> dict[str, torch.Tensor]:
         """
         #### The tensors that every rank has whole, under each of their names
         """
         # Nobody reduces the gradient of a trainable parameter there.
-        for name in stray(self.model):
-            self.expect(False, "cannot save or load", "trainable parameters in Zero3Layers",
-                        f"`{name}` outside of them", "wrap its module")
-        found: dict[str, torch.Tensor] = {}
+        names = stray(self.model)
+        self.expect(not names, "cannot save or load", "trainable parameters in Zero3Layers",
+                    f"`{', '.join(names)}` outside of them", "wrap its module")
         shards = {flat.parameter.shard for flat in self.flats}
-        for module, names in paths.items():
-            tensors = {name: t for name, t in {**module._buffers, **module._parameters}.items()
-                       if t is not None and name not in module._non_persistent_buffers_set}
-            for path in names:
-                for name, tensor in tensors.items():
-                    if tensor not in shards:
-                        found[f"{path}.{name}".strip(".")] = tensor
-        return found
-
-    def names(self, flat: Flat, slot: Slot) -> list[str]:
-        """
-        ### All names that a parameter has in the plain model, in the order of its modules
-
-        The first one is that of `named_parameters()`.
-        """
-        own = [f"{path}.{name}".strip(".") for path in flat.paths for name in slot.names]
-        tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
-        names = own + [name for name, p in tied.items() if p is slot.param and name not in own]
-        return sorted(names, key=lambda name: self.order.get(name.rpartition(".")[0], 0))
-
-    def part(self, flat: Flat, slot: Slot) -> WeightPart | None:
-        """
-        ### Which part of a parameter the ranks of a shard have; none, if all of it
-        """
-        return part_of(flat.layer.module, slot.names[0])
+        return {f"{path}.{name}".strip("."): tensor
+                for module, paths_of in paths.items() for path in paths_of
+                for name, tensor in (*module._buffers.items(), *module._parameters.items())
+                if tensor is not None and tensor not in shards
+                and name not in module._non_persistent_buffers_set}
 
     # --------------------------------------------------------------------------------------- save
 
-    def describe(self) -> list[Described]:
+    def describe(self) -> list[FlatEntry]:
         """
         ### This rank's entries for the manifest: one for each flat parameter
         """
-        described: list[Described] = []
+        described: list[FlatEntry] = []
         for flat in self.flats:
-            slots = flat.parameter.slots
-            numel = slots[-1].end
             keys = {"param": type_name(flat.dtype)}
-            states: dict[int, StatesEntry] = {}
+            states: list[StatesEntry] = []
             for index, where, piece in flat.pieces:
                 moments, others = self.state_of(piece)
                 # An optimizer has no state for a parameter that it has not stepped yet.
                 if moments or others:
-                    scalars = {key: encode(value, key) for key, value in others.items()}
-                    entry: StatesEntry = {
-                        "param_group": index, "moments": [*moments], "scalars": scalars}
                     keys |= {key: type_name(value.dtype) for key, value in moments.items()}
-                    states |= dict.fromkeys(flat.within(where), entry)
-            parts = [self.part(flat, slot) for slot in slots]
-            described.append(({
+                    scalars = {key: encode(value, key) for key, value in others.items()}
+                    states.append({"param_group": index, "moments": [*moments], "scalars": scalars,
+                                   "params": flat.within(where)})
+            numel = flat.params[-1].slot.end
+            described.append({
                 "place": self.place,
-                "layer": flat.paths[0], "dtype": type_name(flat.parameter.shard.dtype),
+                "layer": flat.path, "dtype": type_name(flat.parameter.shard.dtype),
                 "numel": numel, "padding": len(flat.parameter.full) - numel,
                 "keys": keys,
-                "params": [{"names": self.names(flat, slot), "shape": [*slot.view.shape],
-                            "offset": slot.offset, "param_group": index,
-                            **({"part": asdict(part)} if part else {})}
-                           for slot, index, part in zip(slots, flat.indices, parts, strict=True)]},
-                states))
+                "params": [{"names": own.names, "shape": [*own.slot.view.shape],
+                            "offset": own.slot.offset, "param_group": own.group,
+                            "part": asdict(own.part) if own.part else None}
+                           for own in flat.params],
+                "states": states})
         return described
 
     def state_of(self, piece: nn.Parameter) -> Spread:
@@ -298,40 +298,40 @@ class Entries(Named):
             return None
         return {
             "class": self.optimizer_class,
-            "groups": [encode({**self._class_of(i), **{
+            "groups": [encode({"optimizer": self._class_of(i), **{
                 k: v for k, v in group.items() if k not in NOT_SAVED}}, "param group")
                 for i, group in enumerate(self.param_groups)],
             "scale": {key: getattr(self.optimizer, key) for key in _SCALE
                       if hasattr(self.optimizer, key)},
         }
 
-    def _class_of(self, index: int) -> dict[str, str]:
+    def _class_of(self, index: int) -> str:
         """
-        #### The class of a param group that is stepped whole, as one of its saved options
+        #### The class that steps a param group
         """
-        inner = self.owners.inner.get(index) if self.owners else None
-        return {"optimizer": type(inner).__name__} if inner else {}
+        inner = self.inner.get(index)
+        return type(inner).__name__ if inner else self.optimizer_class
 
-    def manifest(self, described: list[Described]) -> Manifest:
+    def manifest(self, described: list[FlatEntry]) -> Manifest:
         """
         ### Merge the descriptions of all ranks (all-gather; all ranks must call it)
         """
-        # The ranks at this place describe the same flat parameters, and different pieces of them.
-        first, *others = self.stage_comm.gather(described)
-        for other in others:
-            for (mine, states), (theirs, more) in zip(first, other, strict=True):
-                mine["keys"] |= theirs["keys"]
-                states |= more
-        merged: list[FlatEntry] = [
-            {**flat, "states": _merge_states(states)} for flat, states in first]
-        # The ranks at another place of a pipeline have other flat parameters.
-        places = self.comm.stages.gather((merged, [*self.replicated]))
+        merged: dict[tuple[int, int], FlatEntry] = {}
+        replicated: dict[str, int] = {}
+        for place, flats, names in self.comm.gather((self.place, described, [*self.replicated])):
+            replicated |= dict.fromkeys(names, place)
+            # The ranks at a place describe the same flat parameters, and different pieces of them.
+            for i, flat in enumerate(flats):
+                first = merged.setdefault((place, i), {**flat, "states": []})
+                first["keys"] |= flat["keys"]
+                first["states"] += flat["states"]
+        for flat in merged.values():
+            flat["states"] = _merge_states(flat["states"])
         return {
             "world_size": self.comm.world_size,
-            "places": len(places),
-            "flats": [flat for flats, _ in places for flat in flats],
-            "replicated": {name: place for place, (_, names) in enumerate(places)
-                           for name in names},
+            "places": self.comm.stages.size,
+            "flats": [merged[at] for at in sorted(merged)],
+            "replicated": replicated,
             "versions": {"zero3": __version__, "torch": torch.__version__},
         }
 
@@ -366,11 +366,9 @@ class Entries(Named):
                         yield from (each.master for each in values)
                         continue
                     for _, where, piece in flat.pieces:
-                        moment = self.state_of(piece).moments.get(entry.key)
-                        if moment is None:
-                            # Only other param groups have this moment, because of their options.
-                            moment = torch.zeros(where.stop - where.start, dtype=entry.dtype)
-                        yield moment
+                        zeros = torch.zeros((), dtype=entry.dtype).expand(where.stop - where.start)
+                        # Without this moment, if only other param groups have it by their options.
+                        yield self.state_of(piece).moments.get(entry.key, zeros)
 
     @contextmanager
     def here(self, flat: Flat, write: bool = False) -> Iterator[list[Here]]:
@@ -394,67 +392,52 @@ class Entries(Named):
 
     # -------------------------------------------------------------------------------------- check
 
-    def tensor_names(self) -> TensorNames:
+    def tensor_names(self) -> Names:
         """
         ### The names of all tensors of the model (all-gather in a pipeline; all ranks must call it)
         """
-        mine = [(self.names(flat, slot), index) for flat in self.flats
-                for slot, index in zip(flat.parameter.slots, flat.indices, strict=True)]
-        found = TensorNames([], set())
-        for params, replicated in self.comm.stages.gather((mine, [*self.replicated])):
-            found.params.extend(params)
-            found.replicated.update(replicated)
-        return found
+        mine: Names = [*((own.names, own.group) for own in self.params),
+                       *(([name], None) for name in self.replicated)]
+        return [each for theirs in self.comm.stages.gather(mine) for each in theirs]
 
-    def check(self, checkpoint: CheckpointReader, everywhere: TensorNames) -> dict[int, int]:
+    def check(self, checkpoint: CheckpointReader, everywhere: Names) -> dict[int, int]:
         """
         ### Find every tensor in a checkpoint, and make sure that the optimizer can go on
 
         * `everywhere` is the result of `tensor_names`
 
-        Fills in `found` and `states` of each flat parameter. Returns this optimizer's param group
-        for each of the checkpoint's. Raises `Broken` if the checkpoint does not fit.
+        Sets `found` of each parameter. Returns this optimizer's param group for each of the
+        checkpoint's. Raises `Broken` if the checkpoint does not fit.
         """
-        for flat in self.flats:
-            self._match(flat, checkpoint)
+        for own in self.params:
+            found = checkpoint.find(own.names)
+            shape = own.part.shape if own.part else tuple(own.slot.view.shape)
+            if found is None or found.shape != shape:
+                there = f"of {found.shape}" if found else "missing"
+                raise Broken(f"`{own.names[0]}` is {there} in the checkpoint, of {shape} here")
+            own.found = found
         groups = _match_groups(checkpoint, everywhere)
         if self.optimizer is not None:
             self._check_optimizer(checkpoint.manifest["optimizer"], groups)
         self._match_replicated(checkpoint, everywhere)
         return groups
 
-    def _match(self, flat: Flat, checkpoint: CheckpointReader) -> None:
-        """
-        #### Find the parameters of a flat parameter by their names
-        """
-        for slot in flat.parameter.slots:
-            names = self.names(flat, slot)
-            part = self.part(flat, slot)
-            shape = part.shape if part else tuple(slot.view.shape)
-            param = checkpoint.find(names)
-            if param is None or param.shape != shape:
-                there = f"of {param.shape}" if param else "missing"
-                raise Broken(f"`{names[0]}` is {there} in the checkpoint, of {shape} here")
-            flat.found.append(param)
-            flat.states.append(checkpoint.states(param))
-
-    def _match_replicated(self, checkpoint: CheckpointReader, everywhere: TensorNames) -> None:
+    def _match_replicated(self, checkpoint: CheckpointReader, everywhere: Names) -> None:
         """
         #### Find the tensors that every rank has whole
 
         Raises `Broken` if one of them is missing, or if the checkpoint has one more.
         """
-        # Only the names of all stages tell whether the checkpoint has one more.
-        sharded = {name for names, _ in everywhere.params for name in names}
         # A checkpoint that was converted from another format has buffers among its parameters, and
         # may have a tied parameter once under each of its names.
-        there = {param.name for param in checkpoint.params} - sharded
-        there |= {*checkpoint.manifest["replicated"]}
+        there = {*checkpoint.manifest["replicated"], *(each.name for each in checkpoint.params)}
         self.found = {name: t for name, t in self.replicated.items() if name in there}
+        # Only the names of all stages tell whether the checkpoint has one more.
+        here = {name for names, _ in everywhere for name in names}
         # A tensor with several names needs only one of them.
         found_ids = {id(t) for t in self.found.values()}
         missing = {name for name, t in self.replicated.items() if id(t) not in found_ids}
-        for names, has, lacks in ((there - everywhere.replicated, "the checkpoint", "this model"),
+        for names, has, lacks in ((there - here, "the checkpoint", "this model"),
                                   (missing, "this model", "the checkpoint")):
             some = ", ".join(f"`{name}`" for name in sorted(names)[:5])
             _expect(not names, f"{some}, {len(names)} in all, in {has} and not in {lacks}")
@@ -467,86 +450,49 @@ class Entries(Named):
 
         An error inside `take` would leave the model half loaded.
         """
-        mine = self.optimizer_class
-        # Not every format has the class.
-        theirs = (saved["class"] if saved else "") or mine
-        _expect(theirs == mine or {theirs, mine} == {"Adam", "AdamW"},
-                f"the optimizer is {theirs} in the checkpoint, {mine} here; leave it out to load "
-                "the weights alone")
-        if saved:
-            self._check_options(saved, groups)
-        needed = [self._first_state(group) for group in self.param_groups]
-        for flat, whole in self._wholes():
-            self._check_whole(whole, flat.states[whole.position])
+        for theirs, mine in groups.items():
+            assert saved, "only a saved optimizer has param groups"
+            here = self._class_of(mine)
+            # Not every format has the class.
+            there = saved["groups"][theirs].get("optimizer", saved["class"]) or here
+            _expect(there == here or {there, here} == {"Adam", "AdamW"},
+                    f"param group {theirs} is stepped by {there} there, and by {here} here; leave "
+                    "the optimizer out to load the weights alone")
+        first_state_of = cache(self._first_state)
+        for own in self.params:
+            # A parameter that no step has used has no state.
+            has_state = own.found.states["moments"] or own.found.states["scalars"]
+            if own.group is not None and has_state:
+                _check_states(own, first_state_of(own.group, own.slot.view.dim()))
         for flat in self.flats:
-            wholes = flat.owned.wholes if flat.owned else {}
-            for i, (index, param, states) in enumerate(
-                    zip(flat.indices, flat.found, flat.states, strict=True)):
-                # A parameter that no step has used has no state.
-                if index is not None and i not in wholes and (
-                        states["moments"] or states["scalars"]):
-                    _check_states(param.name, states, needed[index])
             if not flat.owned:
                 # One of torch's optimizers has a single state for the shard.
-                shared = [flat.states[i] for _, where, _ in flat.pieces for i in flat.within(where)]
+                shared = [flat.params[i].found.states for _, where, _ in flat.pieces
+                          for i in flat.within(where)]
                 _expect(all(states == shared[0] for states in shared),
-                        f"the parameters from `{flat.found[0].name}` on share a shard here, and "
-                        "have different optimizer states, different numbers of steps for instance")
+                        f"the parameters from `{flat.params[0].names[0]}` on share a shard here, "
+                        "and have different optimizer states, different numbers of steps for "
+                        "instance")
 
-    def _wholes(self) -> Iterator[tuple[Flat, Whole]]:
-        """
-        #### The parameters that are stepped whole
-        """
-        flats = {flat.owned: flat for flat in self.flats}
-        if self.owners is not None:
-            for whole in self.owners.wholes:
-                yield flats[whole.states], whole
-
-    def _check_whole(self, whole: Whole, states: StatesEntry) -> None:
-        """
-        #### Compare the names of a parameter's saved states with those that its owner needs
-        """
-        assert self.owners
-        inner = self.owners.inner[whole.group_index]
-        options = {key: value for key, value in inner.param_groups[0].items() if key != "params"}
-        like = torch.zeros((2,) * len(whole.shape))
-        needed = _first_state(type(inner), {}, options, like)
-        there = {*states["moments"], *states["scalars"]}
-        _expect(not there or not needed or there == needed.keys(),
-                f"`{whole.name}` has {sorted(there)} there, and {type(inner).__name__} needs "
-                f"{sorted(needed)}")
-
-    def _check_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
-        """
-        #### Make sure that the saved options and loss scale are of the right kind
-        """
-        for theirs, mine in groups.items():
-            here = self.param_groups[mine]
-            options = decode(saved["groups"][theirs])
-            classes = [each.pop("optimizer", self.optimizer_class)
-                       for each in (options, self._class_of(mine))]
-            _expect(saved["class"] == "" or classes[0] == classes[1], f"param group {theirs} is "
-                    f"stepped by {classes[0]} there, and by {classes[1]} here")
-            for key, value in options.items():
-                # A scheduler adds options such as `initial_lr`, which this group may not have yet.
-                like = here.get(key, here.get("lr") if key.endswith("lr") else None)
-                fits = _kind(value) == _kind(like) if like is not None else type(value) is not dict
-                _expect(key not in NOT_SAVED and fits, f"param group {theirs} has a `{key}` of "
-                        f"{value!r:.60} there, and of {like!r:.60} here")
-        for key, value in saved["scale"].items():
-            counts = key in _SCALE and type(value) is int and value >= 0
-            scales = (isinstance(value, (int, float)) and value is not True
-                      and 0 < value < math.inf)
-            _expect(scales if key == "loss_scale" else counts,
-                    f"the optimizer's `{key}` is {value!r:.60} there")
-
-    def _first_state(self, group: dict[str, object]) -> dict[str, object]:
+    def _first_state(self, index: int, dims: int) -> dict[str, object]:
         """
         #### The state that this optimizer keeps of a parameter in a param group
+
+        * `dims` is the number of its dimensions, for a param group that is stepped whole
+
+        Nothing, if the class cannot be made with the options of the group.
         """
-        cls, kwargs = getattr(self.optimizer, "made_by", (type(self.optimizer), {}))
-        two = torch.zeros(2, device=getattr(self.optimizer, "device", self.device))
-        return _first_state(cls, kwargs, group, two)
+        inner = self.inner.get(index)
+        make, kwargs = getattr(self.optimizer, "made_by", (type(self.optimizer), {}))
+        device = getattr(self.optimizer, "device", self.device)
+        try:
+            if inner:
+                return first_state(type(inner), {}, self.param_groups[index],
+                                   torch.zeros((2,) * dims, device=device))
+            return first_state(make, kwargs, self.param_groups[index],
+                               torch.zeros(2, device=device))
+        except (TypeError, ValueError):
+            return {}
 
     # --------------------------------------------------------------------------------------- load
 
@@ -566,44 +512,39 @@ class Entries(Named):
         where = where or slice(0, len(shard))
         first = self.comm.rank * len(shard) + where.start
         last = self.comm.rank * len(shard) + where.stop
-        found: torch.Tensor | None = None
-        for slot, param, states in zip(flat.parameter.slots, flat.found, flat.states, strict=True):
-            begin = max(slot.offset, first)
-            end = min(slot.end, last)
-            if begin < end and key in ("param", *states["moments"]):
-                read = partial(checkpoint.read, param, key)
-                place = (begin - slot.offset, end - slot.offset)
-                part = self.part(flat, slot)
-                values = part.read(*place, read) if part else read(*place)
-                if found is None:
-                    found = torch.zeros(last - first, dtype=values.dtype)
-                found[begin - first : end - first] = values
-        return torch.zeros(last - first, dtype=shard.dtype) if found is None else found
+        values: torch.Tensor | None = None
+        for own in flat.params:
+            # The first element of the parameter in the range, which may begin inside of it.
+            at = own.slot.offset - first
+            begin = max(-at, 0)
+            end = min(own.slot.end, last) - own.slot.offset
+            if begin < end and key in ("param", *own.found.states["moments"]):
+                read = partial(checkpoint.read, own.found, key)
+                found = own.part.read(begin, end, read) if own.part else read(begin, end)
+                if values is None:
+                    values = torch.zeros(last - first, dtype=found.dtype)
+                values[at + begin : at + end] = found
+        return torch.zeros(last - first, dtype=shard.dtype) if values is None else values
 
     @torch.no_grad()
     def take(self, checkpoint: CheckpointReader, groups: dict[int, int]) -> None:
         """
         ### Load all values of a checkpoint into the model and the optimizer
         """
-        for layer in {flat.layer for flat in self.flats}:
-            # Its full parameters have the old values.
-            layer.reshard()
         for flat in self.flats:
+            # Its full parameters have the old values.
+            flat.layer.reshard()
             if flat.owned:
                 # Cut the shard between parameters that have different states in the checkpoint.
-                flat.owned.repartition(flat.states, self.state)
+                flat.owned.repartition([own.found.states for own in flat.params], self.state)
                 flat.pieces = flat.owned.pieces
-        if isinstance(self.optimizer, Zero3Optimizer):
-            self.optimizer.regroup()
-        for flat in self.flats:
             with self.here(flat, write=True) as here:
                 for where, master, _ in here:
-                    param = self.shard(checkpoint, flat, "param", where)
-                    master.copy_(param)
-                self._take_states(checkpoint, flat, master.dtype, param.dtype)
-        for flat, whole in self._wholes():
-            if whole.param is not None:
-                self._take_whole(checkpoint, flat, whole)
+                    master.copy_(self.shard(checkpoint, flat, "param", where))
+                self._take_states(checkpoint, flat)
+        if isinstance(self.optimizer, Zero3Optimizer):
+            self.optimizer.regroup()
+            self._take_wholes(checkpoint, self.optimizer.owners)
         for name, tensor in self.found.items():
             tensor.copy_(checkpoint.replicated(self.comm.rank, name))
         if self.optimizer is not None:
@@ -612,50 +553,33 @@ class Entries(Named):
             if saved := checkpoint.manifest["optimizer"]:
                 self._take_options(saved, groups)
 
-    def _take_states(self, checkpoint: CheckpointReader,
-                     flat: Flat,
-                     dtype: torch.dtype,
-                     saved_dtype: torch.dtype) -> None:
+    def _take_states(self, checkpoint: CheckpointReader, flat: Flat) -> None:
         """
-        #### Load the optimizer states of a shard
-
-        * `dtype` is the master's data type here, and `saved_dtype` the one in the checkpoint
+        #### Load the optimizer states of a shard, except those of parameters stepped whole
         """
         for index, where, piece in flat.pieces:
-            # All parameters of a piece have the same state.
-            position = flat.within(where)[0]
-            if flat.owned and position in flat.owned.wholes:
+            if index in self.inner:
                 continue
-            states = flat.states[position]
-            new: dict[str, object] = {}
-            for key in sorted(states["moments"]):
-                moment = self.shard(checkpoint, flat, key, where)
-                # A moment that was saved in the master's data type gets this master's.
-                new_dtype = dtype if moment.dtype == saved_dtype else moment.dtype
-                new[key] = moment.to(piece.device, new_dtype)
-            # Decode again for each piece: the optimizer updates its number of steps in place.
-            scalars = decode(states["scalars"])
-            new |= _on_device(scalars, self.param_groups[index], piece.device)
+            # All parameters of a piece have the same state.
+            own = flat.params[flat.within(where)[0]]
+            read = partial(self.shard, checkpoint, flat, where=where)
+            new = _read_states(checkpoint, own.found, flat.dtype, read)
             # The old state may have other keys.
             self.state.pop(piece, None)
             if new:
-                self.state[piece] = new
+                self.state[piece] = _on_device(new, self.param_groups[index], piece.device)
 
-    def _take_whole(self, checkpoint: CheckpointReader,
-                    flat: Flat,
-                    whole: Whole) -> None:
+    def _take_wholes(self, checkpoint: CheckpointReader, owners: Owners) -> None:
         """
-        #### Load the state of a parameter that this rank owns
+        #### Load the states of the parameters that this rank owns
         """
-        states = flat.states[whole.position]
-        read = partial(checkpoint.read, flat.found[whole.position])
-        new: dict[str, object] = {}
-        for key in states["moments"]:
-            moment = read(key, 0, whole.numel).view(whole.shape)
-            same = moment.dtype == read("param", 0, 1).dtype
-            new[key] = moment.to(whole.states.master_dtype) if same else moment
-        assert self.owners
-        self.owners.put_state(whole, {**new, **decode(states["scalars"])})
+        flats = {flat.owned: flat for flat in self.flats}
+        for whole in owners.wholes:
+            if whole.param is not None:
+                found = flats[whole.states].params[whole.position].found
+                owners.put_state(whole, _read_states(
+                    checkpoint, found, whole.states.master_dtype,
+                    partial(checkpoint.read_whole, found)))
 
     def _take_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """
@@ -691,25 +615,12 @@ def _expect(good: bool, problem: str) -> None:
         raise Broken(problem)
 
 
-def _first_state(make: object,
-                 kwargs: dict[str, object],
-                 group: dict[str, object],
-                 two: torch.Tensor) -> dict[str, object]:
-    """
-    #### The first state of a parameter, or nothing if the class cannot be made with these options
-    """
-    try:
-        return first_state(make, kwargs, group, two)
-    except (TypeError, ValueError):
-        return {}
-
-
-def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict[int, int]:
+def _match_groups(checkpoint: CheckpointReader, everywhere: Names) -> dict[int, int]:
     """
     #### This optimizer's param group for each of the checkpoint's, by the parameters in them
     """
     groups: dict[int, int] = {}
-    for names, mine in everywhere.params:
+    for names, mine in everywhere:
         param = checkpoint.find(names)
         theirs = param.entry["param_group"] if param else None
         if theirs is not None and mine is not None:
@@ -720,61 +631,59 @@ def _match_groups(checkpoint: CheckpointReader, everywhere: TensorNames) -> dict
     return groups
 
 
-def _on_device(scalars: dict[str, object],
-               group: dict[str, object],
-               device: torch.device) -> dict[str, object]:
+def _read_states(checkpoint: CheckpointReader,
+                 found: Param,
+                 dtype: torch.dtype,
+                 read: Callable[[str], torch.Tensor]) -> dict[str, object]:
     """
-    #### Move the number of steps and the like to the device, for torch's fused and capturable steps
+    #### Read the state of a parameter, or of a piece
+
+    * `dtype` is the master's data type here
+    * `read(key)` reads a moment
     """
-    on_device = group.get("fused") or group.get("capturable")
-    return {key: value.to(device) if on_device and isinstance(value, torch.Tensor) else value
-            for key, value in scalars.items()}
+    new: dict[str, object] = decode(found.states["scalars"])
+    for key in sorted(found.states["moments"]):
+        moment = read(key)
+        # A moment that was saved in the master's data type gets this master's.
+        same = moment.dtype == checkpoint.dtype(found, "param")
+        new[key] = moment.to(dtype) if same else moment
+    return new
 
 
-def _check_states(name: str,
-                  states: StatesEntry,
-                  needed: dict[str, object]) -> None:
+def _on_device(state: dict[str, object], group: dict[str, Any], device: torch.device
+               ) -> dict[str, object]:
+    """
+    #### Move moments to the device, and for torch's fused and capturable steps their number, too
+    """
+    all_there = group.get("fused") or group.get("capturable")
+    return {key: value.to(device) if isinstance(value, torch.Tensor) and (all_there or value.dim())
+            else value for key, value in state.items()}
+
+
+def _check_states(own: Own, needed: dict[str, object]) -> None:
     """
     #### Compare the saved states of a parameter with those that the optimizer needs
 
-    * `needed` is the result of `_first_state`. Moments have one dimension
+    * `needed` is the result of `_first_state`
     """
-    scalars = decode(states["scalars"])
+    scalars = decode(own.found.states["scalars"])
     for key, like in needed.items():
-        if isinstance(like, torch.Tensor) and like.dim() == 1:
-            _expect(key in states["moments"],
-                    f"`{name}` has {states['moments']} there, and this optimizer needs {key!r}")
-        else:
-            value = scalars.get(key)
-            _expect(type(value) is type(like) and _kind(value) == _kind(like),
-                    f"`{name}` has a `{key}` of {value!r:.60} there, and of {like!r:.60} here")
+        value = scalars.get(key)
+        _expect(type(value) is type(like) or key in own.found.states["moments"],
+                f"`{own.names[0]}` has a `{key}` of {value!r:.60} there, and this optimizer needs "
+                f"one like {like!r:.60}")
 
 
-def _kind(value: object) -> object:
-    """
-    #### The kind of an option or of a state: equal for values that can replace each other
-
-    Any finite number may replace another one. A whole number needs at most 64 bits.
-    """
-    if isinstance(value, torch.Tensor):
-        value = value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_kind(each) for each in value]
-    if isinstance(value, float):
-        return float if math.isfinite(value) else value
-    is_whole = type(value) is int and -(1 << 63) <= value < 1 << 63
-    return float if is_whole else type(value)
-
-
-def _merge_states(states: dict[int, StatesEntry]) -> list[StatesEntry]:
+def _merge_states(states: list[StatesEntry]) -> list[StatesEntry]:
     """
     #### The optimizer states of a flat parameter, each of them once
 
     Each lists its parameters as `params`. They differ if some parameters of a param group were used
     in other steps than the rest.
     """
-    found: dict[str, StatesEntry] = {}
-    for index, entry in sorted(states.items()):
-        same: Any = found.setdefault(json.dumps(entry), {**entry, "params": []})
-        same["params"].append(index)
+    by_param = {i: entry for entry in states for i in entry["params"] or ()}
+    found: dict[str, Any] = {}
+    for i in sorted(by_param):
+        entry = {**by_param[i], "params": None}
+        found.setdefault(json.dumps(entry), {**entry, "params": []})["params"].append(i)
     return [*found.values()]

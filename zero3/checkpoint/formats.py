@@ -35,7 +35,6 @@ loading: `for s in engine.optimizer.optimizer.state.values(): s["step"] = s["ste
 
 import math
 import pickle
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -54,6 +53,7 @@ from zero3.checkpoint.reader import (
     FlatEntry,
     Listing,
     StatesEntry,
+    clean_up_interrupted_saves,
     commit_checkpoint,
     decode,
     encode,
@@ -63,12 +63,10 @@ from zero3.checkpoint.reader import (
 )
 from zero3.checkpoint.tensor_files import check_name
 from zero3.guards.command_line import one_line
-from zero3.offload.tensors import TYPES, Broken, Like, type_name, write_tensors
+from zero3.offload.tensors import Broken, Like, type_name, write_tensors
 
 # DeepSpeed's name of the master. The moments have the names of torch's Adam.
 _FP32 = "fp32"
-# The DeepSpeed version of this layout, which stages 1 and 2 check.
-_DEEPSPEED_VERSION = "0.19.8"
 # DeepSpeed's files of model states: Stage 3 reads the first name, stages 1 and 2 the second.
 _MODEL_STATES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
 
@@ -83,18 +81,14 @@ def from_tensors(folder: Path,
 
     It looks as if one rank had saved it, with a layer for each parameter.
 
-    * `folder` is empty or does not exist yet; `step` is the number of steps taken
+    * `folder` has no checkpoints, and is created if necessary; `step` is the number of steps taken
     * `tensors` has, for each name of a parameter, the data type and shape of each of its tensors by
       key: `param` is the parameter itself, the other keys are moments
     * `scalars` has the other optimizer states of a parameter, such as the count of steps
     * `read` returns the values of one tensor for a name and a key
 
-    Raises `Broken` if the folder is not empty.
+    Raises `Broken` if the folder has checkpoints. After any other error it has an interrupted save.
     """
-    if step < 0:
-        raise Broken(f"the step is {step}: pass a number of steps of at least 0")
-    if folder.exists() and any(folder.iterdir()):
-        raise Broken(f"{folder} is not empty: choose another")
     flats = [flat_entry(name, keys, scalars.get(name, {})) for name, keys in tensors.items()]
     entries = {f"{i}.{key}": (name, key) for i, (name, keys) in enumerate(tensors.items())
                for key in keys}
@@ -103,14 +97,11 @@ def from_tensors(folder: Path,
                   for key, (dtype, shape) in keys.items()}
 
     unfinished = partial_path(make_output_folder(folder), step)
+    # A conversion to this folder may have been interrupted.
+    clean_up_interrupted_saves(folder)
     unfinished.mkdir()
-    try:
-        file = write_tensors(unfinished / file_name(0, 1), like,
-                             lambda entry: [read(*entries[entry])])
-    except BaseException:
-        shutil.rmtree(unfinished)
-        raise
-
+    file = write_tensors(unfinished / file_name(0, 1), like,
+                         lambda entry: [read(*entries[entry])])
     checkpoint = commit_checkpoint(unfinished, {
         "step": step, "world_size": 1, "versions": {"zero3": __version__}, "files": [file],
         "flats": flats, "replicated": {}, "optimizer": None, "extra": None})
@@ -175,30 +166,27 @@ def to_deepspeed(folder: Path,
     make_output_folder(out)
     root = out / "universal"
     (root / "zero").mkdir(parents=True, exist_ok=True)
-
-    def count(steps_taken: float) -> torch.Tensor | int:
-        return torch.tensor(float(steps_taken)) if torch_adam else int(steps_taken)
-
-    steps_taken = count(checkpoint.manifest["step"])
+    count: Callable[[float], torch.Tensor | int] = torch.tensor if torch_adam else int
+    steps_taken = count(float(checkpoint.manifest["step"]))
     for param in checkpoint.params:
         path = root / "zero" / param.name
         path.mkdir(exist_ok=True)
-        states = checkpoint.states(param)
-        for key in ("param", *states["moments"]):
+        for key in ("param", *param.states["moments"]):
             # Not in a variable, which would keep it in memory beside the next one.
             torch.save({"param": checkpoint.read_whole(param, key).to(torch.float32)},
                        path / f"{_FP32 if key == 'param' else key}.pt")
-        scalars = decode(states["scalars"])
+        scalars = decode(param.states["scalars"])
         if "step" in scalars:
-            steps_taken = count(scalars["step"])
+            steps_taken = count(float(scalars["step"]))
             torch.save(steps_taken, path / "step.pt")
 
     # Without options here, DeepSpeed keeps its own. Stages 1 and 2 load as many groups as are
     # listed, so list one for each parameter.
     groups = [{"params": [i]} for i in range(len(checkpoint.params))]
     state = {"state": {0: {"step": steps_taken}}, "param_groups": groups[:1]}
-    torch.save({"optimizer_state_dict": state, "param_groups": groups,
-                "ds_version": _DEEPSPEED_VERSION}, root / "zero" / "optimizer_state.pt")
+    # Stages 1 and 2 check the version.
+    torch.save({"optimizer_state_dict": state, "param_groups": groups, "ds_version": "0.19.8"},
+               root / "zero" / "optimizer_state.pt")
 
     step = checkpoint.manifest["step"]
     for name in _MODEL_STATES:
@@ -218,7 +206,7 @@ def _check_file_names(checkpoint: CheckpointReader) -> None:
     """
     for param in checkpoint.params:
         check_name(param.name, as_path=True)
-        for key in checkpoint.states(param)["moments"]:
+        for key in param.states["moments"]:
             if check_name(key, as_path=True) in (_FP32, "step"):
                 raise Broken(f"`{param.name}` has a moment `{key}`, which is another file's name")
 
@@ -231,11 +219,10 @@ def from_deepspeed(source: Path, folder: Path) -> None:
     """
     root = source
     if (source / "latest_universal").exists():
-        latest = (source / "latest_universal").read_text().strip()
-        root = source / check_name(latest, as_path=True)
+        root /= check_name((source / "latest_universal").read_text().strip(), as_path=True)
 
-    paths = [root / name for name in _MODEL_STATES]
-    model = _load_deepspeed(next((path for path in paths if path.exists()), paths[0]))
+    stage_3, other_stages = (root / name for name in _MODEL_STATES)
+    model = _load_deepspeed(stage_3 if stage_3.exists() else other_stages)
     buffers = {name: model["module"][name] for name in model.get("buffer_names", [])}
     # Stage 3 stores flat tensors, and their shapes here.
     shapes = {name: shape for group in model.get("param_shapes", [])
@@ -251,8 +238,8 @@ def from_deepspeed(source: Path, folder: Path) -> None:
     # Stage 3 stores one number of steps for all parameters; stages 1 and 2 one beside each.
     steps_of_all = model["global_steps"] - model.get("skipped_steps", 0)
     with suppress(OSError, KeyError):
-        optimizer = _load_deepspeed(root / "zero" / "optimizer_state.pt")["optimizer_state_dict"]
-        steps_of_all = optimizer["state"][0]["step"]
+        options = _load_deepspeed(root / "zero" / "optimizer_state.pt")
+        steps_of_all = options["optimizer_state_dict"]["state"][0]["step"]
 
     tensors = {name: {"param": (b.dtype, tuple(b.shape))} for name, b in buffers.items()}
     scalars = {}
@@ -307,11 +294,9 @@ def to_dcp(folder: Path, out: Path) -> None:
     with warnings.catch_warnings():
         # It warns that there is no process group.
         warnings.simplefilter("ignore")
-        metadata = dcp.save(state, storage_writer=writer, planner=_DcpPlanner(checkpoint),
-                            no_dist=True)
-    written = sum(isinstance(entry, TensorStorageMetadata)
-                  for entry in metadata.state_dict_metadata.values())
-    print_escaped(f"wrote {written} tensors of step {checkpoint.manifest['step']} to {out}")
+        dcp.save(state, storage_writer=writer, planner=_DcpPlanner(checkpoint), no_dist=True)
+    print_escaped(f"wrote {len(checkpoint.params)} parameters of step "
+                  f"{checkpoint.manifest['step']} to {out}")
 
 
 def dcp_state(checkpoint: Listing, replicated: dict[str, torch.Tensor]) -> dict[str, object]:
@@ -320,16 +305,14 @@ def dcp_state(checkpoint: Listing, replicated: dict[str, torch.Tensor]) -> dict[
 
     * `replicated` has the tensors that every rank has whole
     """
-    model: dict[str, torch.Tensor] = {}
+    model = {**replicated}
     states: dict[str, dict[str, object]] = {}
     for param in checkpoint.params:
-        dtypes = checkpoint.flats[param.flat]["keys"]
         for name in param.entry["names"]:
-            model[name] = _meta(TYPES[dtypes["param"]], param.shape)
-        known = checkpoint.states(param)
-        states[param.name] = {key: _meta(TYPES[dtypes[key]], param.shape)
-                              for key in known["moments"]} | decode(known["scalars"])
-    model |= replicated
+            model[name] = _meta(checkpoint.dtype(param, "param"), param.shape)
+        states[param.name] = decode(param.states["scalars"])
+        for key in param.states["moments"]:
+            states[param.name][key] = _meta(checkpoint.dtype(param, key), param.shape)
     states = {name: known for name, known in states.items() if known}
     state: dict[str, object] = {"model": model}
     if groups := _dcp_groups(checkpoint, [*states]):
@@ -408,18 +391,15 @@ def name_and_key(dcp_key: str) -> tuple[str, str]:
     return name, key
 
 
-def from_dcp(source: Path,
-             folder: Path,
-             step: int) -> None:
+def from_dcp(source: Path, folder: Path) -> None:
     """
     ## Make a checkpoint of a DCP folder
 
-    * `step` is the number of steps taken; 0 takes it from the optimizer states
+    Its step is that of the optimizer states; of weights alone it is 0.
     """
     found = DcpFolder(source)
     steps_taken = [int(known["step"]) for known in found.scalars.values() if "step" in known]
-    from_tensors(folder, step or max(steps_taken, default=0), found.tensors, found.scalars,
-                 found.read)
+    from_tensors(folder, max(steps_taken, default=0), found.tensors, found.scalars, found.read)
 
 
 class DcpFolder:
@@ -430,11 +410,10 @@ class DcpFolder:
     """
 
     def __init__(self, folder: Path):
-        self.reader = _DcpReader(folder)
-        self.metadata = self.reader.read_metadata()
+        self.metadata = _read_metadata(folder)
+        self.entries: dict[str, Any] = {**self.metadata.state_dict_metadata}
+        self.reader = dcp.FileSystemReader(folder)
         self.reader.set_up_storage_reader(self.metadata, True)
-        entries: dict[str, Any] = self.metadata.state_dict_metadata
-        self.entries = entries
         self.keys = _dcp_keys(self.metadata)
         self.tensors: dict[str, Like] = {}
         self.scalars: dict[str, dict[str, torch.Tensor]] = {}
@@ -469,10 +448,10 @@ def _dcp_keys(metadata: dcp.Metadata) -> dict[tuple[str, str], str]:
     paths = metadata.planner_data or {}
     nested = any("model" in paths.get(key, ()) for key in metadata.state_dict_metadata)
     found: dict[tuple[str, str], str] = {}
-    for dcp_key, entry in metadata.state_dict_metadata.items():
+    tensors = [dcp_key for dcp_key, entry in metadata.state_dict_metadata.items()
+               if isinstance(entry, TensorStorageMetadata)]
+    for dcp_key in tensors:
         path = [str(part) for part in paths.get(dcp_key, (dcp_key,))]
-        if not isinstance(entry, TensorStorageMetadata):
-            continue
         if "optim" in path:
             # Either `state`, name and moment are parts of the path, or they are one part.
             rest = ".".join(path[path.index("optim") + 1 :])
@@ -496,19 +475,17 @@ def _make(made: Any, cls: type, *args: object) -> object:
     return made(*args) if args else made.__new__(made)
 
 
-class _DcpReader(dcp.FileSystemReader):
+def _read_metadata(folder: Path) -> dcp.Metadata:
     """
-    ## DCP's reader, which checks the names of files in the metadata
+    #### Read DCP's metadata, and check the names of files in it
     """
-
-    def read_metadata(self, *args: object, **kwargs: object) -> dcp.Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, dcp.Metadata):
-            raise Broken(f"`.metadata` has a {type(metadata).__name__} instead of DCP's metadata")
-        for info in metadata.storage_data.values():
-            check_name(info.relative_path, as_path=True)
-        return metadata
+    with open(folder / ".metadata", "rb") as file:
+        metadata = _MetadataUnpickler(file).load()
+    if not isinstance(metadata, dcp.Metadata):
+        raise Broken(f"`.metadata` has a {type(metadata).__name__} instead of DCP's metadata")
+    for info in metadata.storage_data.values():
+        check_name(info.relative_path, as_path=True)
+    return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -44,7 +44,7 @@ calls `clean_up_interrupted_saves`:
 **One run per folder.** Two runs would remove each other's partial folders. So rank 0 locks the
 folder at its first save, until its process ends.
 
-**Run this**: `python -m zero3.checkpoint inspect FOLDER` prints the contents of a checkpoint.
+**Run this**: `python -m zero3.checkpoint verify FOLDER` reads a checkpoint and reports damage.
 
 **Not covered, and what that costs**: several machines need a shared file system. Some cannot lock
 folders, NFS for example. The run then gets a warning in place of a lock.
@@ -127,7 +127,6 @@ def remove(checkpoint: Path) -> None:
     After the rename, half of it does not look like a checkpoint.
     """
     renamed = checkpoint.with_suffix(".removed")
-    shutil.rmtree(renamed, ignore_errors=True)
     os.rename(checkpoint, renamed)
     shutil.rmtree(renamed)
 
@@ -138,13 +137,14 @@ def clean_up_interrupted_saves(folder: Path) -> None:
 
     Do not call it while a save into the folder is in progress.
     """
+    # First, because what follows may remove a checkpoint of the same step.
+    for path in steps(folder, ".removed").values():
+        shutil.rmtree(path)
     for path in steps(folder, ".partial").values():
         if (path / MANIFEST).exists():
             _rename_to_final(path)
         else:
             shutil.rmtree(path)
-    for path in steps(folder, ".removed").values():
-        shutil.rmtree(path)
 
 
 # ------------------------------------------------------------------------------------------- lock
@@ -195,7 +195,7 @@ def make_output_folder(folder: Path) -> Path:
 
     Raises `Broken` if it has checkpoints or is one, and `OSError`.
     """
-    if steps(folder) or (folder / MANIFEST).exists():
+    if newest(folder) or (folder / MANIFEST).exists():
         raise Broken(f"{folder} has checkpoints in it: choose a folder of its own")
     folder.mkdir(parents=True, exist_ok=True)
     lock_folder(folder)
@@ -321,10 +321,10 @@ class Param:
     ## A parameter in a checkpoint
     """
 
-    # The number of its flat parameter.
-    flat: int
+    flat: int  # the number of its flat parameter
     entry: ParamEntry
-    # If ranks split it, all of its parts. Its names are those of the first one.
+    states: StatesEntry  # its optimizer states; `params` is left out
+    # If ranks split it, all of its parts. Its names and states are those of the first one.
     parts: list["Param"] = field(default_factory=list)
 
     @property
@@ -367,8 +367,9 @@ class Listing:
         self.flats = manifest["flats"]
         self.world_size = manifest["world_size"]
         self.places = manifest["places"]
-        self.params = merge_parts([Param(i, entry) for i, flat in enumerate(self.flats)
-                                   for entry in flat["params"]])
+        self.params = merge_parts([
+            Param(i, entry, _states_of(flat, at)) for i, flat in enumerate(self.flats)
+            for at, entry in enumerate(flat["params"])])
         self.by_name = {name: param for param in self.params for name in param.entry["names"]}
 
     def find(self, names: list[str]) -> Param | None:
@@ -377,19 +378,23 @@ class Listing:
         """
         return next((self.by_name[name] for name in names if name in self.by_name), None)
 
-    def states(self, param: Param) -> StatesEntry:
+    def dtype(self, param: Param, key: str) -> torch.dtype:
         """
-        ### The optimizer states of a parameter: the names of its moments, and its other states
+        ### The data type of a saved parameter or moment
         """
-        flat = self.flats[param.flat]
-        group = param.entry["param_group"]
-        index = flat["params"].index(param.entry)
-        for states in flat["states"]:
-            # A parameter without elements is in no list, and has the states of its param group.
-            of_all = states["params"] is None or 0 in param.entry["shape"]
-            if states["param_group"] == group and (of_all or index in (states["params"] or ())):
-                return {**states, "params": None}
-        return {"param_group": group, "moments": [], "scalars": {}, "params": None}
+        return TYPES[self.flats[param.flat]["keys"][key]]
+
+
+def _states_of(flat: FlatEntry, at: int) -> StatesEntry:
+    """
+    #### The optimizer states of parameter `at` of a flat one
+    """
+    entry = flat["params"][at]
+    # A parameter without elements is in no list, and has the states of its param group.
+    known = [states for states in flat["states"] if states["param_group"] == entry["param_group"]
+             and (states["params"] is None or at in states["params"] or 0 in entry["shape"])]
+    return {"moments": known[0]["moments"] if known else [],
+            "scalars": known[0]["scalars"] if known else {}}
 
 
 class CheckpointReader(Listing):
@@ -404,7 +409,6 @@ class CheckpointReader(Listing):
         Raises `Broken` if the folder is not a checkpoint or has a newer format, and if one of its
         files is missing or has another length.
         """
-        self.folder = folder
         # A forged manifest can raise any of the errors below.
         try:
             super().__init__(_read_manifest(folder / MANIFEST))
@@ -432,10 +436,10 @@ class CheckpointReader(Listing):
                    and entry["param_group"] in (None, *range(len(groups)))
                    for entry, end in zip(flat["params"], ends, strict=False))
         whole_shards = (ends[-1] + flat["padding"]) % self.world_size == 0
-        good = good and ends[-1] == flat["numel"] and flat["padding"] >= 0 and whole_shards
         # A state that is missing here would be missing in training, too.
         moments = {key for states in flat["states"] for key in states["moments"]}
-        good = good and {"param", *moments} == {*flat["keys"]}
+        good = (good and ends[-1] == flat["numel"] and flat["padding"] >= 0 and whole_shards
+                and {"param", *moments} == {*flat["keys"]})
         widest = max(TYPES[dtype].itemsize for dtype in (flat["dtype"], *flat["keys"].values()))
         shortest_bytes = min(file.nbytes for file in self.files_at(flat["place"]))
         if not good or self._shard_numel(flat) * widest > shortest_bytes:
@@ -462,52 +466,38 @@ class CheckpointReader(Listing):
         Returns `(end - begin,)` in the data type of the file. Raises `Broken` with the parameter,
         the file and its rank.
         """
+        values = torch.empty(end - begin, dtype=self.dtype(param, key))
+        # A piece at a time, because each is in memory twice: in `values` and as bytes.
+        for at in range(0, len(values), PART_NUMEL):
+            self._read_into(values[at : at + PART_NUMEL], param, key, begin + at)
+        return values
+
+    def _read_into(self, values: torch.Tensor,
+                   param: Param,
+                   key: str,
+                   begin: int) -> None:
+        """
+        #### Read the elements from `begin` on into `values`
+        """
+        end = begin + len(values)
+        # The ranks that have split it have some of the elements each.
+        for each in param.parts:
+            part: Any = each.part
+            found = self.read(each, key, part.before(begin), part.before(end))
+            values[part.holds(torch.arange(begin, end))] = found
         if param.parts:
-            return self._read_parts(param.parts, key, begin, end)
+            return
         flat = self.flats[param.flat]
         shard_numel = self._shard_numel(flat)
         files = self.files_at(flat["place"])
         with errors_name(f"`{param.name}`, its {key}"):
-            values = torch.empty(end - begin, dtype=TYPES[flat["keys"][key]])
-            done = 0
-            while done < len(values):
+            while len(values):
                 # The formula above: the file, and the element of its shard.
-                rank, first = divmod(param.entry["offset"] + begin + done, shard_numel)
-                # Read in parts, because each part is in memory twice: in `values` and as bytes.
-                last = min(shard_numel, first + len(values) - done, first + PART_NUMEL)
+                rank, first = divmod(param.entry["offset"] + end - len(values), shard_numel)
+                last = min(shard_numel, first + len(values))
                 part = files[rank].read(f"{param.flat}.{key}", first, last)
-                values[done : done + last - first] = part
-                done += last - first
-        return values
-
-    def _read_parts(self, parts: list[Param],
-                    key: str,
-                    begin: int,
-                    end: int) -> torch.Tensor:
-        """
-        #### Read elements of a parameter that ranks have split
-        """
-        like: Any = parts[0].part
-        # With one row, the parts follow each other.
-        if like.rows == 1:
-            found = []
-            for each in parts:
-                part: Any = each.part
-                first = part.begin * part.width
-                if begin < first + each.numel and end > first:
-                    found.append(self.read(each, key, max(begin - first, 0),
-                                           min(end - first, each.numel)))
-            return torch.cat(found)
-        row = like.size * like.width
-        first = begin // row
-        last = -(-end // row)
-        rows = torch.empty((last - first) * row,
-                           dtype=TYPES[self.flats[parts[0].flat]["keys"][key]])
-        for each in parts:
-            part = each.part
-            own = each.numel // part.rows
-            part.put(rows, self.read(each, key, first * own, last * own))
-        return rows[begin - first * row : end - first * row]
+                values[: len(part)] = part
+                values = values[len(part) :]
 
     def read_whole(self, param: Param, key: str = "param") -> torch.Tensor:
         """
@@ -521,10 +511,9 @@ class CheckpointReader(Listing):
 
         * `rank` gets the buffer of the same rank, or of rank 0 if fewer ranks saved
         """
-        param = self.by_name.get(name)
-        if param and name not in self.manifest["replicated"]:
+        if name not in self.manifest["replicated"]:
             # Checkpoints that were made from other formats list buffers as parameters.
-            return self.read_whole(param)
+            return self.read_whole(self.by_name[name])
         with errors_name(f"`{name}`"):
             files = self.files_at(self.manifest["replicated"][name])
             file = files[rank if rank < self.world_size else 0]
@@ -539,7 +528,7 @@ def merge_parts(params: list[Param]) -> list[Param]:
     """
     found: dict[str, Param] = {}
     for param in params:
-        first = found.setdefault(param.name, Param(param.flat, param.entry))
+        first = found.setdefault(param.name, replace(param, parts=[]))
         if param.part:
             first.parts.append(param)
     for param in found.values():
@@ -572,11 +561,10 @@ def _read_manifest(path: Path) -> Manifest:
         raise Broken(f"{path} is missing: this is no checkpoint, nor a folder with checkpoints")
     raw = path.read_bytes()
     manifest = json.loads(raw)
-    version = manifest.get("version")
     # First of all, because a newer format may have other types.
-    if manifest.get("format") == FORMAT and isinstance(version, int) and version > VERSION:
-        raise Broken(f"{path} is of format {version}, and this zero3 reads format {VERSION}: "
-                     "install a newer zero3")
+    if manifest["version"] != VERSION or manifest["format"] != FORMAT:
+        raise Broken(f"{path} is of format {manifest['version']}, and this zero3 reads format "
+                     f"{VERSION}: install a newer zero3")
     head = _first_line(b"")
     if raw[: len(head)] != _first_line(raw[len(head) :]):
         raise Broken(f"{path} is damaged: it does not match its checksum")
@@ -586,11 +574,9 @@ def _read_manifest(path: Path) -> Manifest:
         flat.setdefault("place", 0)
     # Another program may have written it.
     _check_types(manifest, Manifest, "the manifest")
-    places = range(manifest["places"])
     used = [*(flat["place"] for flat in manifest["flats"]), *manifest["replicated"].values()]
-    one_file_each = 0 < len(manifest["files"]) == len(places) * manifest["world_size"]
-    known = manifest["format"] == FORMAT and version == VERSION
-    if not (known and one_file_each and all(place in places for place in used)):
+    one_file_each = 0 < len(manifest["files"]) == manifest["places"] * manifest["world_size"]
+    if not (one_file_each and all(0 <= place < manifest["places"] for place in used)):
         raise ValueError("another program wrote it")
     return manifest
 

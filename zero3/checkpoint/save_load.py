@@ -47,7 +47,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -57,10 +57,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero3.checkpoint.entries import Described, Entries, Entry
+from zero3.checkpoint.entries import Entries, Entry
 from zero3.checkpoint.reader import (
     MANIFEST,
     CheckpointReader,
+    FlatEntry,
     Manifest,
     clean_up_interrupted_saves,
     commit_checkpoint,
@@ -76,7 +77,7 @@ from zero3.checkpoint.reader import (
 from zero3.comm.collectives import ALONE, Communicator
 from zero3.comm.order import Listener, Silence
 from zero3.guards.command_line import one_line
-from zero3.guards.options import same
+from zero3.guards.options import Named, expect, same
 from zero3.offload.tensors import Broken, FileEntry, Writer
 from zero3.sharded import comm_of
 
@@ -114,13 +115,13 @@ def save(folder: str | Path,
     different arguments, if another run saves to the folder, or if the previous asynchronous save
     failed and no step has raised its error yet. The older checkpoints are not touched then.
     """
-    entries = all_here("saved", folder, model, optimizer, step, keep, async_write)
-    saving = Saving(entries, Path(folder), operator.index(step), operator.index(keep))
+    saving = Saving(all_here("saved", folder, model, optimizer, step, keep, async_write),
+                    Path(folder), operator.index(step), operator.index(keep))
     saving.begin(extra, async_write)
     return saving
 
 
-class _Caller:
+class _Caller(Named):
     """
     #### Who announces a save or a load to the other ranks
     """
@@ -129,14 +130,17 @@ class _Caller:
     layer_idx = ALONE
     listener: Listener = Silence()
 
+    def __init__(self, comm: Communicator):
+        self.comm = comm
+
 
 def all_here(done: str,
-              folder: str | Path,
-              model: nn.Module,
-              optimizer: torch.optim.Optimizer | None,
-              step: int = 0,
-              keep: int = 1,
-              async_write: bool = False) -> Entries:
+             folder: str | Path,
+             model: nn.Module,
+             optimizer: torch.optim.Optimizer | None,
+             step: int = 0,
+             keep: int = 1,
+             async_write: bool = False) -> Entries:
     """
     ## List the contents of a model, check the arguments, and compare those of all ranks
 
@@ -145,34 +149,30 @@ def all_here(done: str,
     All ranks must call it (all-gather of the arguments). If one rank raises, all do.
     """
     comm = comm_of(model)
+    caller = _Caller(comm)
     if not comm.met:
         # Without a sharded model this rank is about to raise, and the others have to hear of it.
         comm.use(torch.accelerator.current_accelerator() or torch.device("cpu"))
     if not comm.broken:
         # A rank that is in a step hears of it. Otherwise both would wait until the time-out.
         for group in comm.groups:
-            comm.begin([group], [_Caller()], "save or load", [], "checkpoint").wait()
-    try:
+            comm.begin([group], [caller], "save or load", [], "checkpoint").wait()
+    with all_or_none(caller, f"cannot be {done}", "valid arguments on all ranks",
+                     "look at the arguments on that rank; nothing has changed"):
         entries = Entries(model, optimizer)
         mine = {"`optimizer`": entries.optimizer_class if optimizer else None,
                 "`folder`": os.path.realpath(folder), "`step`": operator.index(step),
                 "`keep`": operator.index(keep), "`async_write`": bool(async_write)}
-        entries.expect(step >= 0 and keep > 0, f"cannot be {done}", "a `step` of at least 0, and "
-                       "at least 1 to `keep`", f"{step} and {keep}", "pass these")
-    except Exception as error:
-        # The others are about to agree that there is no problem.
-        comm.gather(_told(error))
-        raise
-    comm.agree(entries, f"cannot be {done}", "valid arguments on all ranks", "",
-               "look at the arguments on that rank; nothing has changed")
-    same(f"rank {comm.global_rank}: {entries.label} cannot be {done}", comm.ranks,
+        expect(step >= 0 and keep > 0, "these numbers cannot be", "a `step` of at least 0, and at "
+               "least 1 to `keep`", f"{step} and {keep}", "pass these")
+    same(f"rank {comm.global_rank}: {caller.label} cannot be {done}", comm.ranks,
          comm.gather(mine), "call it alike on all ranks; nothing has changed")
     _end_last_save(comm)
     return entries
 
 
 @contextmanager
-def all_or_none(entries: Entries, what: str, expected: str, cure: str) -> Iterator[None]:
+def all_or_none(caller: Named, what: str, expected: str, cure: str) -> Iterator[None]:
     """
     ## Leave the block on all ranks, or raise an error on all if one of them has raised any
     """
@@ -180,18 +180,9 @@ def all_or_none(entries: Entries, what: str, expected: str, cure: str) -> Iterat
     try:
         yield
     except Exception as error:
-        problem = _told(error)
-    try:
-        entries.comm.agree(entries, what, expected, problem, cure)
-    except RuntimeError as error:
-        raise error from None
-
-
-def _told(error: Exception) -> str:
-    """
-    #### An error as text that is never empty
-    """
-    return one_line(f"{error}") or repr(error)
+        # An error without a text is one, too.
+        problem = one_line(f"{error}") or repr(error)
+    caller.comm.agree(caller, what, expected, problem, cure)
 
 
 class Saving:
@@ -205,14 +196,14 @@ class Saving:
         self.step = step
         self.keep = keep
         self.partial = partial_path(folder, step)
-        # A save that fails removes its folder, if it was the one that made it.
-        self.made_folder = False
         self.manifest: Manifest = {}
+        # Closes and removes what this save has made, if it fails.
+        self.undo = ExitStack()
         self.writer: Writer | None = None  # once it has reserved the disk space
-        self.written: Future[tuple[str, FileEntry | None]] | None = None  # what `_write` returns
         self.hook: RemovableHandle | None = None
-        self.ended = False
-        self.failure: RuntimeError | None = None
+        # The file is on the disk, and all is: the folder of the checkpoint, or an error.
+        self.written: Future[FileEntry | None] = Future()
+        self.complete: Future[Path] = Future()
 
     def begin(self, extra: object, async_write: bool) -> None:
         """
@@ -226,15 +217,19 @@ class Saving:
             described = self._prepare(extra)
         self.manifest |= self.entries.manifest(described)
         # One replica writes, because the others would write the same.
-        one_writes = self.entries.comm.in_first_replica
-        listed = self.entries.entries(self.manifest) if one_writes else []
+        listed = (self.entries.entries(self.manifest) if self.entries.comm.in_first_replica
+                  else [])
         # The random number states of each replica of this shard (all-gather).
-        own = json.dumps(encode(_random_states(self.entries.device)))
-        streams = self.entries.stage_comm.replicas.gather(own)
+        streams = self.entries.comm.replicas.gather(
+            json.dumps(encode(_random_states(self.entries.device))))
         with self._on_all_ranks():
             if listed:
                 self._open_file(listed, streams)
-        self._fill(listed, async_write)
+        with self._on_all_ranks():
+            copies = self._write_now(listed, async_write)
+        worker = ThreadPoolExecutor(1, "zero3-checkpoint")
+        self.written = worker.submit(self._write_rest, copies)
+        worker.shutdown(wait=False)
         if async_write:
             _LAST_SAVES[self.entries.comm] = self
             if self.entries.optimizer is not None:
@@ -242,21 +237,31 @@ class Saving:
         else:
             self.wait()
 
-    def _prepare(self, extra: object) -> list[Described]:
+    def _prepare(self, extra: object) -> list[FlatEntry]:
         """
-        #### Describe this rank's model and optimizer, and create the folder on rank 0
+        #### Create the folder on rank 0, and describe this rank's model and optimizer
         """
         self.manifest = {"step": self.step, "extra": encode(extra),
                          "optimizer": self.entries.options()}
-        described = self.entries.describe()
         if self.entries.comm.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Without the lock, the cleaning could remove another run's files.
             lock_folder(self.folder)
             clean_up_interrupted_saves(self.folder)
             self.partial.mkdir()
-            self.made_folder = True
-        return described
+            # Not before: a folder that this save did not create belongs to another run.
+            self.undo.callback(self._remove_partial)
+        return self.entries.describe()
+
+    def _remove_partial(self) -> None:
+        """
+        #### Remove the folder of a save that has failed
+
+        A folder with a manifest is a checkpoint already, and `clean_up_interrupted_saves` renames
+        it.
+        """
+        if not (self.partial / MANIFEST).exists():
+            shutil.rmtree(self.partial, ignore_errors=True)
 
     def _open_file(self, listed: list[Entry], streams: list[str]) -> None:
         """
@@ -265,59 +270,42 @@ class Saving:
         like = {entry.name: (entry.dtype, entry.shape) for entry in listed}
         header = {_random_key(replica): states for replica, states in enumerate(streams)}
         count = self.manifest["places"] * self.manifest["world_size"]
-        path = self.partial / file_name(self.entries.file_number, count)
-        self.writer = Writer(path, like, header)
+        name = file_name(self.entries.file_number, count)
+        self.writer = self.undo.enter_context(Writer(self.partial / name, like, header))
 
-    def _fill(self, listed: list[Entry], async_write: bool) -> None:
+    def _write_now(self, listed: list[Entry], async_write: bool) -> list[torch.Tensor]:
         """
-        #### Write tensors now, and let a thread write the rest
+        #### Write tensors, and return copies of those that a thread is to write
         """
         now = len(listed)
         if async_write:
             # Write up to the last tensor from a file now: only the others are copied.
             now = 1 + max((i for i, e in enumerate(listed) if not e.in_memory), default=-1)
-        copies: list[torch.Tensor] = []
-        problem = ""
-        # `wait` tells all ranks of a problem.
-        try:
-            for values in self.entries.tensors(listed[:now]):
-                assert self.writer, "a rank without a file has no tensors to write"
-                self.writer.write(values)
-            copies = [values.detach().to("cpu", copy=True)
-                      for values in self.entries.tensors(listed[now:])]
-        except Exception as error:
-            problem = _told(error)
-        worker = ThreadPoolExecutor(1, "zero3-checkpoint")
-        self.written = worker.submit(self._write, copies, problem)
-        worker.shutdown(wait=False)
+        for values in self.entries.tensors(listed[:now]):
+            assert self.writer, "a rank without a file has no tensors to write"
+            self.writer.write(values)
+        return [values.detach().to("cpu", copy=True)
+                for values in self.entries.tensors(listed[now:])]
 
-    def _write(self, copies: list[torch.Tensor], problem: str) -> tuple[str, FileEntry | None]:
+    def _write_rest(self, copies: list[torch.Tensor]) -> FileEntry | None:
         """
         #### Write the copies, and force the file to disk (in a thread)
         """
         if self.writer is None:
-            return problem, None
-        try:
-            with self.writer as writer:
-                while copies:
-                    writer.write(copies.pop(0))
-                return problem, None if problem else writer.finish()
-        except Exception as error:
-            return problem or _told(error), None
+            return None
+        with self.writer as writer:
+            while copies:
+                writer.write(copies.pop(0))
+            return writer.finish()
 
     def _end_if_done(self, *_) -> None:
         """
-        #### End the save if all files are written, or if one of them failed
+        #### End the save if no rank is writing any more
 
-        A hook that runs before every optimizer step (all-gather of two flags).
+        A hook that runs before every optimizer step (all-gather of a flag).
         """
         # The hook cannot remove itself, because torch is iterating over the hooks.
-        if self.ended or not self.written:
-            return
-        done = self.written.done()
-        failed = done and bool(self.written.result()[0])
-        every = self.entries.comm.gather((done, failed))
-        if all(done for done, _ in every) or any(failed for _, failed in every):
+        if not self.complete.done() and all(self.entries.comm.gather(self.written.done())):
             self.wait()
 
     def wait(self) -> Path:
@@ -326,23 +314,19 @@ class Saving:
 
         All ranks must call it. Raises `RuntimeError` on all ranks if one of them could not write.
         """
-        if self.failure:
-            raise self.failure
-        if self.written and not self.ended:
-            problem, file = self.written.result()
-            self.ended = True
-            # The manifest lists the length and the checksums of each file (all-gather).
-            every = self.entries.comm.gather((self.entries.file_number, file))
-            files = {number: each for number, each in every if each}
-            self.manifest["files"] = [files[number] for number in sorted(files)]
+        if not self.complete.done():
             with self._on_all_ranks():
-                if problem:
-                    raise OSError(problem)
+                file = self.written.result()
+            # The manifest lists the length and the checksums of each file (all-gather).
+            every = sorted(self.entries.comm.gather((self.entries.file_number, file)),
+                           key=operator.itemgetter(0))
+            self.manifest["files"] = [each for _, each in every if each]
             with self._on_all_ranks():
                 self._commit()
+            self.complete.set_result(self.partial.with_suffix(""))
             # Let go of the model: `_LAST_SAVES` and the hook keep this object.
             del self.entries
-        return self.partial.with_suffix("")
+        return self.complete.result()
 
     def _commit(self) -> None:
         """
@@ -368,16 +352,10 @@ class Saving:
                     "are not touched"):
                 yield
         except RuntimeError as error:
-            self.ended = True
-            self.failure = error
+            # `wait` raises it again.
+            self.complete.set_exception(error)
+            self.undo.close()
             del self.entries
-            if not self.written:
-                # Nothing was written yet; this closes the file.
-                self._write([], "another rank's")
-            if self.made_folder and not (self.partial / MANIFEST).exists():
-                # A folder that this save did not create belongs to another run. A folder with a
-                # manifest is a checkpoint already, and `clean_up_interrupted_saves` renames it.
-                shutil.rmtree(self.partial, ignore_errors=True)
             raise
 
 
@@ -392,7 +370,7 @@ def _end_last_save(comm: Communicator) -> None:
     last = _LAST_SAVES.pop(comm, None)
     if last and last.hook:
         last.hook.remove()
-    if last and not last.ended:
+    if last and not last.complete.done():
         last.wait()
 
 
@@ -437,12 +415,12 @@ def load_from(path: Path, entries: Entries, read: Callable[[Path], CheckpointRea
         extra = decode(checkpoint.manifest["extra"])
         # Other formats have no such states.
         states = _random_states_of(checkpoint, entries) if checkpoint.files else {}
-        _check_random_states(states, entries.device)
+        # Last, and before anything changes: they may not be valid.
+        _set_random_states(states, entries.device)
     with all_or_none(entries, f"in {path} was whole, and then was not", "files that nobody writes "
                      "to during a load", "load it again, or another one: until then the model has "
                      "old and new values"):
         entries.take(checkpoint, groups)
-        _set_random_states(states, entries.device)
     return extra
 
 
@@ -451,7 +429,8 @@ def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
     #### Read everything that this rank will load, to find damage before anything changes
     """
     for flat in entries.flats:
-        for key in ("param", *flat.moments):
+        moments = {key for own in flat.params for key in own.found.states["moments"]}
+        for key in ("param", *sorted(moments)):
             entries.shard(checkpoint, flat, key)
     for name, tensor in entries.found.items():
         shape = checkpoint.replicated(entries.comm.rank, name).shape
@@ -482,8 +461,7 @@ def _random_states_of(checkpoint: CheckpointReader, entries: Entries) -> dict[st
     """
     comm = entries.comm
     same = (checkpoint.places, checkpoint.world_size) == (comm.stages.size, comm.world_size)
-    header = checkpoint.files[entries.file_number if same else 0].header
-    found = header.get("__metadata__", {})
+    found = checkpoint.files[entries.file_number if same else 0].header.get("__metadata__", {})
     own = found.get(_random_key(comm.replicas.rank))
     if own and same:
         return decode(json.loads(own))
@@ -499,24 +477,11 @@ def _random_key(replica: int) -> str:
     return f"random.{replica}" if replica else "random"
 
 
-def _check_random_states(states: dict[str, object], device: torch.device) -> None:
-    """
-    #### Make sure that the states are valid: set them, and set this process's own again
-    """
-    own = _random_states(device)
-    try:
-        _set_random_states(states, device)
-    except Exception as error:
-        raise Broken(f"a random number state is not valid: {error!r}") from error
-    finally:
-        _set_random_states(own, device)
-
-
 def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """
     #### Set or seed the random number generators of this process
 
-    A load does this last, because nothing may draw a number afterwards.
+    In a load, nothing draws a number afterwards.
     """
     if "seed" in states:
         for seed in (torch.manual_seed, random.seed, np.random.seed):

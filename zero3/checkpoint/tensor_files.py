@@ -75,21 +75,12 @@ class TensorFile:
     def header(self) -> dict[str, Any]:
         """
         ### The header, with offsets from the beginning of the file
-
-        Raises `Broken` if two tensors share bytes.
         """
         data_begin = 8 + int.from_bytes(self.read_bytes(0, 8), "little")
         header = json.loads(self.read_bytes(8, data_begin))
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        for entry in tensors.values():
-            entry["data_offsets"] = [data_begin + at for at in entry["data_offsets"]]
-        end = data_begin
-        for name in sorted(tensors, key=lambda name: tensors[name]["data_offsets"]):
-            first, last = tensors[name]["data_offsets"]
-            if not end <= first <= last <= self.nbytes:
-                raise Broken(f"{self.path}, the file of rank {self.rank}: `{name}` overlaps "
-                             "another tensor, or leaves the file")
-            end = last
+        for name, entry in header.items():
+            if name != "__metadata__":
+                entry["data_offsets"] = [data_begin + at for at in entry["data_offsets"]]
         return header
 
     def read_bytes(self, begin: int, end: int) -> bytearray:
@@ -121,17 +112,6 @@ class TensorFile:
                 self.recent.pop(next(iter(self.recent)))
             self.recent[key] = block
         return self.recent[key]
-
-
-def check_files(source: Path) -> None:
-    """
-    ## Refuse a pipe or a device in the place of a file, here or in this folder
-
-    Nobody may ever write to a pipe, and reading it would wait for that. Raises `Broken`.
-    """
-    for path in (source, *source.rglob("*")):
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise Broken(f"{path} is neither a file nor a folder")
 
 
 def check_name(name: str, as_path: bool = False) -> str:

@@ -80,14 +80,20 @@ class WeightPart:
         box = whole.reshape(-1, self.size, self.width)
         return box[:, self.begin : self.end].flatten().clone()
 
-    def put(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+    def holds(self, at: torch.Tensor) -> torch.Tensor:
         """
-        ### Write this part into a weight; the opposite of `take`
+        ### Which of these elements of the whole weight, counted row by row, are in this part
+        """
+        column = at // self.width % self.size
+        return (self.begin <= column) & (column < self.end)
 
-        * `whole` is contiguous
+    def before(self, at: int) -> int:
         """
-        box = whole.view(-1, self.size, self.width)[:, self.begin : self.end]
-        box.copy_(part.reshape(box.shape))
+        ### How many elements of this part come before an element of the whole weight
+        """
+        row, inside = divmod(at, self.size * self.width)
+        own = (self.end - self.begin) * self.width
+        return row * own + min(max(inside - self.begin * self.width, 0), own)
 
     def read(self, begin: int, end: int, read: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
         """
