@@ -24,7 +24,6 @@ device does it.
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -223,20 +222,3 @@ def disk_bytes(*holders: Any) -> int:
         parts = holder.modules() if isinstance(holder, nn.Module) else [holder]
         offloads.update(part.offload for part in parts if hasattr(part, "offload"))
     return sum(offload.disk_bytes() for offload in offloads)
-
-
-def exponents(optimizer: Any) -> dict[int, int]:
-    r"""
-    ## How many gradients of this rank lie between $2^e$ and $2^{e+1}$, for each $e$
-
-    * `optimizer` is a `Zero3Optimizer`, between backward and its step
-
-    The loss scale is divided out. Gradients that are zero or overflow do not count.
-    """
-    found: Counter[int] = Counter()
-    for states in optimizer.shard_states:
-        if states.has_grad:
-            sizes = states.read_grad().float().abs() / optimizer.loss_scale
-            powers, counts = sizes[sizes > 0].log2().floor().unique(return_counts=True)
-            found.update(dict(zip(powers.int().tolist(), counts.tolist(), strict=True)))
-    return {e: n for e, n in sorted(found.items()) if e < 128}

@@ -27,7 +27,6 @@ import math
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ from zero3.comm.links import Links
 from zero3.compression.clean import table
 from zero3.compression.compress import Compression, compress
 from zero3.estimate.formulas import describe
-from zero3.estimate.ledger import Ledger, exponents
+from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import data_parallel, memory_table, predict_optimizer
 from zero3.estimate.saved import Moved, activations, saved_bytes
 from zero3.guards.command_line import Parser, folder, one_line, within
@@ -560,8 +559,6 @@ class Job:
                 loss = gpt.next_byte_loss(self.model, windows) / self.args.accumulate
                 self.optimizer.backward(loss)
                 total += loss.detach()
-            if done + 1 == self.args.steps:
-                self.run.exponents = exponents(self.optimizer)
             self.optimizer.step()
         self.optimizer.zero_grad()
         return total
@@ -615,19 +612,15 @@ class Job:
                 self.model, self.config, self.args.compress, self.args.steps, self.held_out_loss,
                 None if self.ranks.rank else Path(self.args.out))
         plain = data_parallel(describe(self.model), self.ranks.world_size, mixed=True).as_dict()
-        found = self.ranks.gather(
-            (self.predicted(), self.run.measured, self.run.events, self.run.exponents))
+        found = self.ranks.gather((self.predicted(), self.run.measured, self.run.events))
         if self.ranks.rank:
             return
-        predicted, measured, tapes, exponents_of = (list(each) for each in zip(*found, strict=True))
-        counts: Counter[int] = sum(map(Counter, exponents_of), Counter())
-        gradients = dict(sorted(counts.items()))
+        predicted, measured, tapes = (list(each) for each in zip(*found, strict=True))
         self.ranks.say(f"\n{sample}\n")
         self.ranks.say(report.table(predicted, plain, measured))
         metrics = self.metrics(report.device_name(self.ranks.device)) | {
             "sample": sample,
             "measured": measured,
-            "gradients": gradients,
             "predicted": predicted,
             "data_parallel": plain,
         }
@@ -639,8 +632,7 @@ class Job:
         caption = "{ranks} ranks, {device}, torch {torch}, commit {commit}".format(**metrics)
         report.draw_loss(self.run.losses, self.run.held_out, caption).savefig(out / "loss.png")
         report.draw_tape(tapes, predicted, plain, caption).savefig(out / "tape.png")
-        report.draw_gradients(gradients, caption).savefig(out / "gradients.png")
-        self.ranks.say(f"\nwrote loss.png, tape.png, gradients.png and metrics.json to {out}")
+        self.ranks.say(f"\nwrote loss.png, tape.png and metrics.json to {out}")
 
     def predicted(self) -> dict[str, int]:
         """

@@ -1,13 +1,13 @@
 """
 # The report of a run
 
-`table` compares measured bytes with predicted ones. `draw_loss` draws the loss curve,
-`draw_gradients` the sizes of the gradients, and `draw_tape` the memory tape of one step.
+`table` compares measured bytes with predicted ones. `draw_loss` draws the loss curve, and
+`draw_tape` the memory tape of one step.
 
 For two layers of 1 MiB that are gathered one after the other while shards of 1 MiB rest in memory,
 the line of the memory tape goes 1, 2, 3, 2 in forward.
 
-**Run this**: `make train` prints the table, and writes `loss.png`, `tape.png` and `gradients.png`.
+**Run this**: `make train` prints the table, and writes `loss.png` and `tape.png`.
 
 **Not covered, and what that costs**: time. The axis of the tape counts events, so that short ones
 are visible too.
@@ -277,41 +277,3 @@ def _draw_layers(ax: Axes, events: list[Event]) -> None:
         handles=patches, fontsize=8, frameon=False,
         loc="lower left", bbox_to_anchor=(1, 0),
     )
-
-
-def draw_gradients(counts: dict[int, int], caption: str) -> Figure:
-    """
-    ## The sizes of gradients, and the range that a loss scale moves them to
-
-    * `counts` says how many gradients lie between a power of two and the next
-
-    Below $2^{-14}$, fp16 has fewer and fewer digits, and below $2^{-24}$ it only has zero. Both
-    ranges are shaded.
-    """
-    total = sum(counts.values()) or 1
-    fig = _figure(caption, 8, [4])
-    (ax,) = fig.axes
-    for scale, alpha, name in ((0, 0.4, "as they are"), (16, 0.9, "times 65536")):
-        few = sum(n for e, n in counts.items() if e + scale < -14) / total
-        ax.bar(
-            [e + scale + 0.5 for e in counts],
-            [100 * n / total for n in counts.values()],
-            width=0.9, color=COLORS["reduced"], alpha=alpha,
-            label=f"{name}, {few:.1%} shaded",
-        )
-    low = min([-30, *counts])
-    high = max([-13, *(e + 17 for e in counts)])
-    for begin, end, alpha, text in (
-        (low, -24, 1, "zero in fp16"),
-        (-24, -14, 0.5, "fewer digits"),
-    ):
-        ax.axvspan(begin, end, color=NEUTRAL["line"], alpha=alpha, zorder=0)
-        ax.text(
-            end - 0.3, 0.81, text,
-            ha="right", va="top", fontsize=8,
-            transform=ax.get_xaxis_transform(),
-        )
-    ax.set(xlabel="gradient, as a power of two", ylabel="of the gradients of a step (%)",
-           xlim=(low, high), ymargin=0.35)
-    ax.legend(frameon=False, loc="upper right")
-    return fig

@@ -326,10 +326,9 @@ class Run:
     held_out: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # step, bits/byte
     train_s: float = 0.0  # without evaluation
     came: list[int] = dataclasses.field(default_factory=list)  # signals to end the run
-    # Of the last step: its events, its bytes, and its gradients by size.
+    # Of the last step: its events, and its bytes.
     events: list[Event] = dataclasses.field(default_factory=list)
     measured: dict[str, int] = dataclasses.field(default_factory=dict)
-    exponents: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def take(self, model: Zero3Sequential,
              optimizer: Zero3Optimizer,
