@@ -240,7 +240,7 @@ RULES = [
     Prune(0.5, "head", heads=4, counts=("heads",), regrow=True, **BEFORE),
     Quantize(8), Quantize(4, symmetric=False), Quantize(4, group=4), Quantize(1),
     Quantize(4, group=2, symmetric=False), Quantize(4, start_bits=8, end=6),
-    Quantize(of="input"), Quantize(of="input", moving=0.5),
+    Quantize(of="input"),
 ]
 
 
@@ -391,7 +391,7 @@ def cleaned_both():
 
 def test_a_sharded_model_is_cleaned_into_a_plain_one():
     """
-    With its weights, steps, thresholds and ranges; the outputs are the same bits. Breaks if the
+    With its weights, steps and thresholds; the outputs are the same bits. Breaks if the
     cleaned model is at another step than the trained one.
     Proves `clean`, `take_over`.
     """

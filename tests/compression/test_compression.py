@@ -39,7 +39,6 @@ from zero3.compression.weights import (
     Pruned,
     PrunedElements,
     Quantised,
-    QuantisedInput,
     grid,
 )
 from zero3.estimate.ledger import Ledger
@@ -122,8 +121,8 @@ def test_a_schedule_rises_by_a_cubic_and_bits_fall_in_equal_parts():
     (partial(Quantize, 3), "bits"), (partial(Quantize, True), "bits"),
     (partial(Quantize, 1, symmetric=False), "symmetric"), (partial(Quantize, of="bias"), "of"),
     (partial(Quantize, group=0), "group"), (partial(Quantize, 4, start_bits=8), "start_bits"),
-    (partial(Quantize, moving=0.9), "moving"), (partial(Quantize, start=5, end=3), "start"),
-    (partial(Quantize, 4, of="input"), "bits"), (partial(Prune, 1.0), "sparsity"),
+    (partial(Quantize, start=5, end=3), "start"), (partial(Quantize, 4, of="input"), "bits"),
+    (partial(Prune, 1.0), "sparsity"),
     (partial(Prune, float("nan")), "sparsity"), (partial(Prune, 0.5, "column"), "kind"),
     (partial(Prune, 0.3, "2:4"), "sparsity"), (partial(Prune, 0.5, "row", scope="global"), "scope"),
     (partial(Prune, 0.5, "head"), "heads"),
@@ -301,37 +300,19 @@ def test_pruned_elements_may_be_trained_to_come_back(kind):
         assert torch.equal(layer.parametrizations.bias.original.grad, bias.grad)
 
 
-def test_inputs_are_rounded_to_their_batch_or_to_a_moving_range():
+def test_inputs_are_rounded_to_their_batch():
     """
-    The same as `torch.fake_quantize_per_tensor_affine`; a moving range is taken over at the step.
-    Breaks if the range of this batch is used where that of the last ones should be.
-    Proves `QuantisedInput`, `QuantisedInput.forward`, `QuantisedInput.move`.
+    The same as `torch.fake_quantize_per_tensor_affine`. Breaks if the range is that of one row.
+    Proves `QuantisedInput`, `QuantisedInput.forward`.
     """
     torch.manual_seed(0)
-    x, y = torch.randn(5, 6), 2 * torch.randn(5, 6)
-
-    def rounded(x, low, high):
-        scale = (high - low) / 255
-        zero = (-low / scale).round().int()
-        return torch.fake_quantize_per_tensor_affine(x, scale, zero, 0, 255)
-
+    x = torch.randn(5, 6)
+    low, high = x.aminmax()
+    scale = (high - low) / 255
+    rounded = torch.fake_quantize_per_tensor_affine(x, scale, (-low / scale).round().int(), 0, 255)
     layer = nn.Linear(6, 3)
     compress([layer], {"0": [Quantize(of="input", symmetric=False)]})
-    assert torch.equal(layer(x), F.linear(rounded(x, *x.aminmax()), layer.weight, layer.bias))
-
-    layer = nn.Linear(6, 3)
-    compression = compress([layer], {"0": [Quantize(of="input", moving=0.75, symmetric=False)]})
-    (method,) = compression.methods(QuantisedInput)
-    assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
-    compression.advance()
-    low, high = x.aminmax()
-    assert torch.equal(layer(y), F.linear(rounded(y, low, high), layer.weight, layer.bias))
-    compression.advance()
-    low, high = 0.75 * low + 0.25 * y.min(), 0.75 * high + 0.25 * y.max()
-    assert torch.equal(method.bounds, torch.stack([low, high]))
-    layer.eval()(10 * x)
-    compression.advance()
-    assert torch.equal(method.bounds, torch.stack([low, high]))
+    assert torch.equal(layer(x), F.linear(rounded, layer.weight, layer.bias))
     with pytest.raises(TypeError, match=r"floats.*What to do"):
         layer(x.int())
 
@@ -530,7 +511,7 @@ def test_masks_on_ranks_are_exact_and_those_of_one_process(ranks, cases, tmp_pat
 
 
 EVERYTHING = {
-    "0.0": [Prune(0.6, start=1, end=4), Quantize(8, of="input", moving=0.9)],
+    "0.0": [Prune(0.6, start=1, end=4), Quantize(8, of="input")],
     "1.0": [Prune(0.5, "row", start=2, regrow=True),
             Quantize(4, group=11, start_bits=8, start=1, end=5)],
     "2": [Prune(0.5), Prune(0.5, "head", heads=4), Quantize(8, symmetric=False)],
@@ -554,8 +535,7 @@ def train(steps, rules, use="chain"):
         step(model, optimizer, x if use == "plain" else rows(x))
         weights = computed(model) if use == "plain" else seen(model)
         states = [m.state.tolist() for m in compression.methods(Pruned)]
-        bounds = [m.bounds.tolist() for m in compression.methods(QuantisedInput)]
-        found.append((weights, states, bounds))
+        found.append((weights, states))
     return found
 
 
@@ -578,16 +558,15 @@ def test_training_on_ranks_is_that_of_one_process(ranks, uses):
             for mine, plain in zip(found[use], expected, strict=True):
                 compare(mine, plain)
             if ranks == 1:
-                assert [states for _, states, _ in found[use]] == [each[1] for each in expected]
-    zeros = [sum(int((t == 0).sum()) for t in weights.values()) for weights, _, _ in expected]
+                assert [states for _, states in found[use]] == [each[1] for each in expected]
+    zeros = [sum(int((t == 0).sum()) for t in weights.values()) for weights, _ in expected]
     assert zeros[0] < zeros[-1]
 
 
 def compare(mine, theirs):
     """A step on ranks, and the same step of one process"""
-    (weights, states, bounds), (plain, plain_states, plain_bounds) = mine, theirs
+    (weights, states), (plain, plain_states) = mine, theirs
     assert [state[0] for state in states] == [state[0] for state in plain_states]
-    assert torch.allclose(torch.tensor(bounds), torch.tensor(plain_bounds), rtol=1e-4)
     expected = dict(sorted(plain.items())).values()
     for (name, weight), other in zip(sorted(weights.items()), expected, strict=True):
         assert torch.equal(weight == 0, other == 0), name
@@ -703,8 +682,7 @@ def test_a_schedule_follows_the_optimizer_with_the_most_steps():
 def staged(scope):
     """A pipeline of two stages, whose weights share a threshold or not"""
     plain = layers()
-    rules = [Prune(0.5, scope=scope), Quantize(of="input", moving=0.5)]
-    compression = compress(plain, {"*": rules})
+    compression = compress(plain, {"*": [Prune(0.5, scope=scope), Quantize(of="input")]})
     mesh = init_device_mesh("cpu", (2, world_size() // 2), mesh_dim_names=("pipeline", "shard"))
     model = Pipeline(plain, mesh, loss_fn=lambda out, y: out.square().mean(), micro_batches=2,
                      stages=[1, 2])
@@ -757,8 +735,7 @@ def resumed(folder, begin, rules):
     for done, x in enumerate(batches(END)[begin:], begin + 1):
         step(model, optimizer, rows(x))
         if done > SAVED:
-            found.append((seen(model), [m.state.tolist() for m in compression.methods(Pruned)],
-                          [m.bounds.tolist() for m in compression.methods(QuantisedInput)]))
+            found.append((seen(model), [m.state.tolist() for m in compression.methods(Pruned)]))
         if done == SAVED:
             save(folder, model, optimizer, step=done)
     return found
@@ -766,8 +743,8 @@ def resumed(folder, begin, rules):
 
 def test_a_run_resumes_in_the_middle_of_a_schedule(tmp_path):
     """
-    On as many ranks to the bit, on another number to the same masks. Breaks if steps, thresholds
-    or ranges are not in a checkpoint.
+    On as many ranks to the bit, on another number to the same masks. Breaks if steps or
+    thresholds are not in a checkpoint.
     Proves `compress`.
     """
     straight = run(resumed, 2, tmp_path, 0, EVERYTHING)[0]
@@ -804,7 +781,7 @@ def test_a_wrong_call_is_refused():
         ([nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()], {"*": [Prune(scope="global")]}, "one data"),
         ([nn.Conv2d(4, 4, 1, groups=2)], {"*": [Prune(0.5, "channel")]}, "into groups"),
         (layers(), {"2": [Prune(0.5, "channel", follows=("1.0",)), Quantize(of="input")]},
-         "a moving range"),
+         "inputs as they are"),
         ([Zero3Layer(nn.Linear(4, 4))], {"*": [Prune()]}, "one that is sharded"),
         ([nn.Linear(2, 2, device="meta")], {"0": [Prune()]}, "meta"),
     ]

@@ -18,7 +18,6 @@ one.
 |---|---|---|
 | steps | one more | |
 | thresholds of elements | count the keys of its own shards | counts, `thresholds.py` |
-| ranges of inputs | the least and the greatest since the last step | 8 bytes for each input |
 | everything else | made from the gathered weight | |
 
 Take the weights 0.1, −0.7 on rank 0 and 0.4, −0.2 on rank 1, with the sparsity one half. Both
@@ -216,14 +215,13 @@ class Compression:
     @torch.no_grad()
     def advance(self) -> None:
         """
-        ### One more step: find thresholds and ranges anew
+        ### One more step: find thresholds anew
 
         All ranks must call this.
         """
         for method in self.methods():
             method.state[0] += 1
         self.find_thresholds()
-        self._move_ranges()
 
     @torch.no_grad()
     def find_thresholds(self) -> None:
@@ -254,26 +252,6 @@ class Compression:
             for pruned in group:
                 pruned.state[1] = threshold
 
-    def _move_ranges(self) -> None:
-        """
-        #### Move the ranges of inputs towards those that all ranks have seen since the last step
-
-        All-gather of two numbers for each input.
-        """
-        inputs = [each for each in self.methods(QuantisedInput) if each.rule.moving is not None]
-        if not inputs:
-            return
-        seen = torch.stack([each.seen for each in inputs])  # (inputs, 2)
-        seen[:, 0].neg_()
-        layers = _layers_of(_params(self.model))
-        if layers:
-            layer = layers[0]
-            rows = layer.comm.numbers(layer, seen.view(-1)).amax(dim=0)
-            seen = layer.comm.over_stages(layer, rows).amax(dim=0).view_as(seen)
-        seen[:, 0].neg_()
-        for each, new in zip(inputs, seen, strict=True):
-            each.move(new)
-
 
 def _layers_of(params: Iterable[torch.Tensor]) -> list[Guarded]:
     """
@@ -301,11 +279,9 @@ def _check(name: str,
            rules, "leave one of them out")
     # `clean` removes channels from the input, and so from the range of a batch.
     removes = any(isinstance(rule, Prune) and rule.kind != "row" and rule.follows for rule in rules)
-    jumps = any(isinstance(rule, Quantize) and rule.of == "input" and rule.moving is None
-                for rule in rules)
-    expect(not (removes and jumps), f"compress: the rules of `{name}`", "inputs with a moving "
-           "range, if channels or heads are removed", rules, "pass `moving=0.9`, or leave "
-           "`follows` out")
+    rounds = any(isinstance(rule, Quantize) and rule.of == "input" for rule in rules)
+    expect(not (removes and rounds), f"compress: the rules of `{name}`", "inputs as they are, if "
+           "channels or heads are removed", rules, "leave `follows` or the rule of inputs out")
     weight = module.weight
     expect(not weight.is_meta, f"compress: `{name}`", "a weight with values", "one on the meta "
            "device", "build the layer first")

@@ -57,9 +57,7 @@ class Quantize:
       anywhere in the range
     * `start` is the optimizer's step from which weights are rounded. At `end` the bits have fallen
       from `start_bits` to `bits`; left out, they are `bits` from the start
-    * `of` is "weight" or "input"
-    * `moving` is for inputs: how much of the old range stays at each step, from 0 to below 1.
-      Left out, each batch has a range of its own
+    * `of` is "weight", or "input" with the range of each batch
 
     Raises `ValueError` for anything else.
     """
@@ -71,7 +69,6 @@ class Quantize:
     end: int | None = None
     start_bits: int | None = None
     of: str = "weight"
-    moving: float | None = None
 
     def __post_init__(self) -> None:
         _check_steps("Quantize", self.start, self.end)
@@ -90,8 +87,6 @@ class Quantize:
                                            and self.end is not None),
                "Quantize: `start_bits`", f"from {self.bits} to 8, and an `end`",
                f"{self.start_bits!r} and the end {self.end}", "pass both, or leave both out")
-        expect(self.moving is None or (is_input and 0 <= self.moving < 1), "Quantize: `moving`",
-               "from 0 to below 1, for inputs", repr(self.moving), "pass 0.9, or leave it out")
 
     def bits_at(self, step: int) -> int | None:
         """

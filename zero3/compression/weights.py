@@ -33,7 +33,6 @@ Gradients](https://arxiv.org/abs/1308.3432).
 a moment. Weights of fp64 have no keys.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -417,52 +416,18 @@ class Quantised(Method):
 
 class QuantisedInput(Method):
     """
-    ## The input of a layer in 8 bits
-
-    A moving range is that of the batches of all ranks, up to the step before. In the first step the
-    input stays as it is.
+    ## The input of a layer in 8 bits, within the range of its batch
     """
-
-    bounds: torch.Tensor
-    seen: torch.Tensor
-
-    def __init__(self, rule: Quantize, module: Weighted):
-        super().__init__(rule, module)
-        nothing = torch.tensor([math.inf, -math.inf], device=module.weight.device)
-        self.register_buffer("bounds", nothing)
-        # Of this rank's inputs since the last step.
-        self.register_buffer("seen", nothing.clone(), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """
         ### The input, rounded
         """
-        rule = self.rule
         expect(x.is_floating_point(), "an input cannot be quantised", "floats", x.dtype,
                "leave this layer out of `Quantize(of=\"input\")`", TypeError)
-        low, high = x.detach().aminmax()
-        if rule.moving is not None:
-            if self.training:
-                self.seen[0].clamp_(max=low)
-                self.seen[1].clamp_(min=high)
-            low, high = self.bounds
-        is_known = rule.moving is None or self.threshold != NOTHING
-        if rule.bits_at(self.steps) is None or not is_known:
+        if self.rule.bits_at(self.steps) is None:
             return x
-        to = grid(low.view(1), high.view(1), rule.bits, rule.symmetric)
+        low, high = x.detach().aminmax()
+        to = grid(low.view(1), high.view(1), self.rule.bits, self.rule.symmetric)
         return torch.fake_quantize_per_tensor_affine(
             x, to.scales[0], to.zeros[0], to.least, to.most)
-
-    def move(self, seen: torch.Tensor) -> None:
-        """
-        ### Move the range towards a new one
-
-        * `seen` are the least and the greatest value of all ranks, `(2,)`
-        """
-        self.seen[0] = math.inf
-        self.seen[1] = -math.inf
-        if seen[0] > seen[1]:
-            return
-        stays = 0.0 if self.threshold == NOTHING else self.rule.moving
-        self.bounds.copy_(seen if stays == 0 else self.bounds * stays + seen * (1 - stays))
-        self.state[1] = 0
