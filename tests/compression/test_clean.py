@@ -70,7 +70,7 @@ def test_codes_are_packed_and_unpacked(bits):
     assert pack(torch.tensor([1, 2], dtype=torch.uint8), 4).tolist() == [1 + 16 * 2]
 
 
-@pytest.mark.parametrize("pruned", [None, "element", "2:4"])
+@pytest.mark.parametrize("pruned", [None, "element"])
 @pytest.mark.parametrize("quantised", [
     None, Quantize(8), Quantize(8, symmetric=False), Quantize(4, group=4), Quantize(2),
     Quantize(4, group=2, symmetric=False), Quantize(1), Quantize(1, group=4),
@@ -234,8 +234,8 @@ class Three(nn.Module):
 
 BEFORE = {"follows": ("before",)}
 RULES = [
-    Prune(0.4), Prune(0.4, scope="global"), Prune(kind="2:4"),
-    Prune(0.5, "row"), Prune(0.5, "row", follows=("after",)),
+    Prune(0.4), Prune(0.4, scope="global"), Prune(0.5, "row"),
+    Prune(0.5, "row", follows=("after",)),
     Prune(0.5, "channel"), Prune(0.5, "channel", **BEFORE), Prune(0.5, "head", heads=4),
     Prune(0.5, "head", heads=4, counts=("heads",), regrow=True, **BEFORE),
     Quantize(8), Quantize(4, symmetric=False), Quantize(4, group=4), Quantize(1),

@@ -124,7 +124,7 @@ def test_a_schedule_rises_by_a_cubic_and_bits_fall_in_equal_parts():
     (partial(Quantize, start=5, end=3), "start"), (partial(Quantize, 4, of="input"), "bits"),
     (partial(Prune, 1.0), "sparsity"),
     (partial(Prune, float("nan")), "sparsity"), (partial(Prune, 0.5, "column"), "kind"),
-    (partial(Prune, 0.3, "2:4"), "sparsity"), (partial(Prune, 0.5, "row", scope="global"), "scope"),
+    (partial(Prune, 0.5, "row", scope="global"), "scope"),
     (partial(Prune, 0.5, "head"), "heads"),
     (partial(Prune, follows=("a",)), "follows"), (partial(Prune, 0.5, "row", follows="a"),
                                                   "follows"),
@@ -242,18 +242,6 @@ def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
         assert pruned.keys(values).unique().numel() == 4096 and pruned.keys(values).min() >= 0
 
 
-def test_two_of_four_neighbours_stay():
-    """
-    The larger two of each four along a row. Breaks if fours cross rows, or a tie keeps three.
-    Proves `PrunedFours`, `PrunedFours.kept`.
-    """
-    layer = nn.Linear(8, 2, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[1.0, -2, 3, 0, 5, 5, 5, 5], [4, 3, 2, 1, -1, 2, -3, 4]]))
-    compress([layer], {"0": [Prune(0.5, "2:4")]})
-    assert layer.weight.tolist() == [[0, -2, 3, 0, 5, 5, 0, 0], [4, 3, 0, 0, 0, 0, -3, 4]]
-
-
 def test_rows_with_their_biases_channels_and_heads_are_pruned_whole():
     """
     By the sum of their magnitudes. Breaks if a bias of a pruned row still speaks.
@@ -362,7 +350,7 @@ def test_values_by_name_strides_and_nan_are_those_of_torch():
     An input that is passed by its name is rounded too, weights in channels-last order have the
     neighbours of the others, and a NaN makes its row NaN. Breaks if one of them is an error of a
     tensor's shape, or if a NaN is hidden.
-    Proves `weights.grid`, `PrunedFours.kept`.
+    Proves `weights.grid`, `PrunedElements.keys`.
     """
     torch.manual_seed(0)
     layer = nn.Linear(6, 3)
@@ -373,7 +361,7 @@ def test_values_by_name_strides_and_nan_are_those_of_torch():
     both = [nn.Conv2d(8, 8, 3) for _ in range(2)]
     both[1].load_state_dict(both[0].state_dict())
     both[1].to(memory_format=torch.channels_last)
-    compress(both, {"*": [Prune(kind="2:4"), Quantize(4)]})
+    compress(both, {"*": [Prune(0.5), Quantize(4, group=4)]})
     assert torch.equal(both[0].weight, both[1].weight)
     both[1](torch.randn(1, 8, 5, 5)).sum().backward()
 
@@ -776,7 +764,6 @@ def test_a_wrong_call_is_refused():
         (layers(), {"2": [Prune()], "*": [Prune()], "2*": [Prune()]}, "another pattern"),
         (layers(), {"2": [Quantize(4, group=3)]}, "splits"),
         (layers(), {"2": [Prune(0.5, "head", heads=3)]}, "splits"),
-        (layers(), {"1.0": [Prune(0.5, "2:4")]}, "splits"),
         (layers(torch.float64), {"2": [Prune()]}, "32 bits"), (tied, {"3": [Prune()]}, "alone"),
         ([nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()], {"*": [Prune(scope="global")]}, "one data"),
         ([nn.Conv2d(4, 4, 1, groups=2)], {"*": [Prune(0.5, "channel")]}, "into groups"),

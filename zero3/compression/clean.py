@@ -61,7 +61,6 @@ from zero3.compression.weights import (
     Grid,
     Method,
     PrunedElements,
-    PrunedFours,
     PrunedParts,
     Quantised,
     Weighted,
@@ -160,7 +159,7 @@ class Plan:
         weight = module.parametrizations.weight.original
         # In the order of training.
         for method in _methods(module):
-            if isinstance(method, (PrunedElements, PrunedFours)) and method.count:
+            if isinstance(method, PrunedElements) and method.count:
                 self.kept = method.kept()
             if isinstance(method, Quantised):
                 self.grid = method.grid(weight)

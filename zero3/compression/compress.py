@@ -57,7 +57,6 @@ from zero3.compression.weights import (
     Method,
     PrunedBias,
     PrunedElements,
-    PrunedFours,
     PrunedParts,
     Quantised,
     QuantisedInput,
@@ -313,13 +312,10 @@ def _suits(rule: Rule, module: Weighted) -> bool:
     #### Whether the shape and the data type of a weight allow a rule
     """
     weight = module.weight
-    row_numel = weight[0].numel()
     if isinstance(rule, Quantize):
-        return row_numel % (rule.group or 1) == 0
+        return weight[0].numel() % (rule.group or 1) == 0
     if rule.kind == "element":
         return weight.element_size() <= 4
-    if rule.kind == "2:4":
-        return row_numel % 4 == 0
     axis = axis_of(rule, module)
     # The second axis of a convolution in groups is that of one group.
     is_whole = axis == 0 or getattr(module, "groups", 1) == 1
@@ -332,7 +328,7 @@ def _order(rule: Rule) -> int:
     """
     if isinstance(rule, Quantize):
         return 2 if rule.of == "weight" else 3
-    return int(rule.kind in ("row", "channel", "head"))
+    return int(rule.kind != "element")
 
 
 def _add(module: Weighted, rules: list[Rule]) -> list[Method]:
@@ -355,7 +351,7 @@ def _class_of(rule: Rule) -> type[Method]:
     """
     if isinstance(rule, Quantize):
         return Quantised if rule.of == "weight" else QuantisedInput
-    return {"element": PrunedElements, "2:4": PrunedFours}.get(rule.kind, PrunedParts)
+    return PrunedElements if rule.kind == "element" else PrunedParts
 
 
 def _add_to_weight(module: Weighted, methods: list[Method]) -> None:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from zero3.guards.options import MOST, expect, whole
 
-KINDS = ("element", "2:4", "row", "channel", "head")
+KINDS = ("element", "row", "channel", "head")
 
 
 def progress(step: int, start: int, end: int | None) -> float:
@@ -104,8 +104,8 @@ class Prune:
     ## Compute with fewer elements
 
     * `sparsity` is the part that is pruned, from 0 to below 1
-    * `kind` is "element"; "2:4", the two smaller ones of each four neighbours; "row", an output of
-      the layer with its bias; "channel", an input; or "head", a block of inputs
+    * `kind` is "element"; "row", an output of the layer with its bias; "channel", an input; or
+      "head", a block of inputs
     * `start` and `end` are steps of the optimizer; without `end` the sparsity is reached at once
     * `scope` is "layer", or "global" for elements: then all weights of the rule share one threshold
     * `regrow` gives pruned elements the gradient that they would have if they were left
@@ -131,8 +131,7 @@ class Prune:
         _check_steps("Prune", self.start, self.end)
         expect(self.kind in KINDS, "Prune: `kind`", f"one of {KINDS}", repr(self.kind),
                "pass one of these")
-        expect(0 <= self.sparsity < 1 and (self.kind != "2:4" or self.sparsity == 0.5),
-               "Prune: `sparsity`", "from 0 to below 1, and 0.5 for 2:4", self.sparsity,
+        expect(0 <= self.sparsity < 1, "Prune: `sparsity`", "from 0 to below 1", self.sparsity,
                "pass the part to prune")
         expect(self.scope == "layer" or (self.scope == "global" and self.kind == "element"),
                "Prune: `scope`", '"layer", or "global" for elements', repr(self.scope),
@@ -143,7 +142,7 @@ class Prune:
         for name in ("follows", "counts"):
             expect(isinstance(getattr(self, name), tuple), f"Prune: `{name}`", "a tuple of names",
                    repr(getattr(self, name)), 'pass one, `("second",)` for instance')
-        expect(not self.follows or self.kind in ("row", "channel", "head"), "Prune: `follows`",
+        expect(not self.follows or self.kind != "element", "Prune: `follows`",
                "layers that follow rows, channels or heads", self.follows, "leave it out")
 
     def sparsity_at(self, step: int) -> float:

@@ -114,7 +114,7 @@ def _keys_in_shards(layer: Guarded, by_param: dict[int, PrunedElements]
     """
     layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
                  "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
-                 "channels, heads or 2:4; or leave `weights` out of `Links`")
+                 "channels or heads; or leave `weights` out of `Links`")
     # For a layer of another stage of a pipeline.
     nothing = torch.empty(0, dtype=torch.int64, device=layer.device)
     found = dict.fromkeys(by_param.values(), nothing)

@@ -19,7 +19,7 @@ have the keys
 $$001\,00 = 4 \qquad 111\,01 = 29 \qquad 100\,10 = 18 \qquad 001\,11 = 7$$
 
 No two keys are equal, so exactly one threshold prunes two of four: all keys up to 7.
-`thresholds.py` finds it without gathering the weight. Rows, channels, heads and 2:4 need none.
+`thresholds.py` finds it without gathering the weight. Rows, channels and heads need none.
 
 **Gradients.** A pruned element gets no gradient. With `regrow` it gets the one that it would have
 if it were left, as in [Learning N:M Fine-grained Structured Sparse
@@ -208,22 +208,6 @@ class PrunedElements(Pruned):
         bits &= torch.iinfo(integer).max  # no sign
         places = torch.arange(first, first + len(bits), device=bits.device)
         return (bits << self.place_bits) | places
-
-
-class PrunedFours(Pruned):
-    """
-    ## Two of each four neighbours
-    """
-
-    @torch.no_grad()
-    def kept(self) -> torch.Tensor:
-        """
-        ### The larger two
-        """
-        order = self.original.abs().reshape(-1, 4).argsort(
-            dim=1, descending=True, stable=True)
-        kept = torch.ones_like(order, dtype=torch.bool)
-        return kept.scatter_(1, order[:, 2:], False).view(self.shape)
 
 
 class PrunedParts(Pruned):
