@@ -220,7 +220,7 @@ def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
     Proves `Pruned`, `Pruned.__init__`, `Pruned.forward`, `Pruned.kept`,
     `Pruned.count`, `Pruned.units`, `Pruned.original`, `Method`,
     `PrunedElements`, `PrunedElements.__init__`, `PrunedElements.units`,
-    `PrunedElements.share`, `PrunedElements.kept`, `PrunedElements.keys`.
+    `PrunedElements.kept`, `PrunedElements.keys`.
     """
     layer = nn.Linear(2, 2, bias=False)
     with torch.no_grad():
@@ -472,8 +472,8 @@ def test_masks_on_ranks_are_exact_and_those_of_one_process(ranks, cases, tmp_pat
     those of the formula. Breaks if a threshold is approximate, if a rank forgets the place of its
     shard, or if counting reads another shard than the one that was stepped.
     Proves `compress`, `Compression`, `Compression.__init__`, `Compression.find_thresholds`,
-    `Compression.advance`, `Compression.methods`, `thresholds.layer_of`, `own_keys`, `key_bits`,
-    `named_modules`, `Method.steps`, `Method.threshold`.
+    `Compression.advance`, `Compression.methods`, `thresholds.layer_of`, `layers_of`, `own_keys`,
+    `Compression.groups`, `named_modules`, `Method.steps`, `Method.threshold`.
     """
     on_ranks = run(several_masks, ranks, cases, tmp_path)
     for i, (dtype, scope, across, _) in enumerate(cases):
@@ -850,7 +850,7 @@ def test_a_compressed_weight_is_freed_between_forward_and_backward():
     weight that stays. Before a rule starts, the stored weight itself is computed with, and is left
     alone. Breaks if each layer keeps its compressed weight until backward.
     Proves `Compressed`, `Compressed.forward`, `Compressed.value`, `before_forward`,
-    `after_forward`, `drop_hooks`.
+    `after_forward`.
     """
     torch.manual_seed(0)
     layer = nn.Linear(6, 5)

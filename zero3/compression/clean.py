@@ -42,6 +42,7 @@ stages. Each rank has the whole model while it cleans it. Inputs in 8 bits are m
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,7 +56,7 @@ from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero3.compression.compress import named_modules
-from zero3.compression.freeing import Compressed, drop_hooks
+from zero3.compression.freeing import Compressed
 from zero3.compression.stored import About, Stored, store, unpack
 from zero3.compression.weights import (
     Grid,
@@ -72,8 +73,9 @@ from zero3.optimizer.stage3 import plain_paths
 from zero3.sharded import ShardedModel, comm_of
 
 Parts = dict[str, dict[str, torch.Tensor]]
-# Which rows and which columns of a weight are left, bool; `None` for all.
-Cut = list[torch.Tensor | None]
+# Which rows and which columns of a weight are left, bool, or a slice for all.
+Cut = list[torch.Tensor | slice]
+ALL = slice(None)
 _SIZES = (("out_features", "out_channels", "nf", "embedding_dim"),
           ("in_features", "in_channels", "nx", "num_embeddings"))
 
@@ -167,17 +169,16 @@ class Plan:
         if self.grid is not None and self.grid.bits == 1 and bool((weight == 0).any()):
             # A sign of zero has no code.
             self.kept = weight != 0
-        self.column_numel = weight[0, 0].numel()
-        self.row_count = len(weight)
 
     def release(self) -> None:
         """
         ### Make the weight, and the bias, plain parameters
         """
+        for hook in self.module.parametrizations.weight[0].hooks:
+            hook.remove()
         # The bias first, because its mask is that of the weight.
         for name in reversed([*self.module.parametrizations]):
             parametrize.remove_parametrizations(self.module, name)
-        drop_hooks(self.module)
 
     def cut(self, name: str, cut: Cut) -> None:
         """
@@ -187,26 +188,18 @@ class Plan:
             self.kept = _select(self.kept, cut)
         if self.grid is None:
             return
-        rows, columns = cut
-        scales = self.grid.scales.view(self.row_count, -1)  # (rows, groups)
-        groups = None
-        if columns is not None and scales.shape[1] > 1:
-            groups = self._groups(name, columns, scales.shape[1])
-        zeros = self.grid.zeros.view(scales.shape)
-        self.grid = replace(self.grid, scales=_select(scales, [rows, groups]).flatten(),
-                            zeros=_select(zeros, [rows, groups]).flatten())
-
-    def _groups(self, name: str,
-                columns: torch.Tensor,
-                count: int) -> torch.Tensor:
-        """
-        #### Which groups of neighbours are left, `(count,)`
-        """
-        groups = columns.repeat_interleave(self.column_numel).view(count, -1)
-        expect(torch.equal(groups.all(dim=1), groups.any(dim=1)), f"clean: `{name}`",
-               "columns that go together with all that share a scale", "some of a group",
-               "leave `group` out, or let it divide the width of a head")
-        return groups.all(dim=1)
+        weight = self.module.weight
+        width = weight.numel() // len(self.grid.scales)
+        # The number of its scale for each element, cut as the elements are.
+        numbers = torch.arange(len(self.grid.scales)).repeat_interleave(width).view(weight.shape)
+        numbers = _select(numbers.to(weight.device), cut)
+        width = min(width, numbers[0].numel())
+        groups = numbers.reshape(-1, math.gcd(width, numbers[0].numel()))
+        first = groups[:, 0]
+        expect(groups.shape[1] == width and bool((groups == first[:, None]).all()),
+               f"clean: `{name}`", "columns that go together with all that share a scale",
+               "some of a group", "leave `group` out, or let it divide the width of a head")
+        self.grid = replace(self.grid, scales=self.grid.scales[first], zeros=self.grid.zeros[first])
 
     def store(self, name: str) -> None:
         """
@@ -293,8 +286,8 @@ def _add_cut(cuts: dict[str, Cut],
            f"a layer with {len(kept)} of them, and without groups",
            None if weight is None else f"a weight of {tuple(weight.shape)}",
            "look at `follows`, at the names and at the shapes")
-    cut = cuts.setdefault(name, [None, None])
-    expect(cut[along] is None, f"clean: the {kind} of `{name}`", "one rule that removes them",
+    cut = cuts.setdefault(name, [ALL, ALL])
+    expect(cut[along] is ALL, f"clean: the {kind} of `{name}`", "one rule that removes them",
            "two", "leave one of the rules out")
     cut[along] = kept
 
@@ -303,9 +296,7 @@ def _select(weight: torch.Tensor, cut: Cut) -> torch.Tensor:
     """
     #### The rows and columns that are left
     """
-    rows, columns = cut
-    weight = weight if rows is None else weight[rows]
-    return weight if columns is None else weight[:, columns]
+    return weight[cut[0]][:, cut[1]]
 
 
 def _cut(name: str,
@@ -317,11 +308,11 @@ def _cut(name: str,
     """
     if plan is not None:
         plan.cut(name, cut)
-    trains = module.weight.requires_grad
-    module.weight = nn.Parameter(_select(module.weight.detach(), cut), trains)
-    outputs = cut[axes(module)[0]]
-    if outputs is not None and getattr(module, "bias", None) is not None:
-        module.bias = nn.Parameter(module.bias.detach()[outputs], trains)
+    weight = module.weight
+    module.weight = nn.Parameter(_select(weight.detach(), cut), weight.requires_grad)
+    bias = getattr(module, "bias", None)
+    if bias is not None:
+        module.bias = nn.Parameter(bias.detach()[cut[axes(module)[0]]], bias.requires_grad)
     for axis, attributes in zip(axes(module), _SIZES, strict=True):
         for attribute in attributes:
             if hasattr(module, attribute):
@@ -344,18 +335,15 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     modules = named_modules(model)
     expect(not any(map(_methods, modules.values())), "write", "a cleaned model", "a compressed "
            "one", "call `clean` first")
-    weights: dict[str, About] = {}
-    numbers: dict[str, int] = {}
-    for prefix, module in modules.items():
-        if isinstance(module, Stored):
-            weights[_file_name(prefix, "").removesuffix(".")] = module.about
-        else:
-            numbers |= {f"{prefix}.{key}": value for key, value in vars(module).items()
-                        if type(value) is int and not key.startswith("_")}
+    weights = {_file_name(prefix, "").removesuffix("."): module.about
+               for prefix, module in modules.items() if isinstance(module, Stored)}
+    numbers = {f"{prefix}.{key}": value for prefix, module in modules.items()
+               for key, value in vars(module).items()
+               if type(value) is int and not key.startswith("_")}
     tensors = {name: tensor.detach().clone().contiguous()
                for name, _, _, tensor in _tensors(modules)}
-    about = json.dumps({"weights": weights, "numbers": numbers})
-    save_tensors(Path(path), tensors, {"zero3": about})
+    save_tensors(Path(path), tensors,
+                 {"zero3": json.dumps({"weights": weights, "numbers": numbers})})
 
 
 @torch.no_grad()
@@ -378,10 +366,10 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
         found = {part: tensor.to(old.device) for part, tensor in parts[name].items()}
         if name in weights:
             _put(module, found.pop("codes"), Stored(weights[name], **found))
-        elif isinstance(old, nn.Parameter):
-            setattr(module, key, nn.Parameter(found[""], old.requires_grad))
         else:
-            setattr(module, key, found[""])
+            is_param = isinstance(old, nn.Parameter)
+            setattr(module, key,
+                    nn.Parameter(found[""], old.requires_grad) if is_param else found[""])
     for name, number in numbers.items():
         prefix, _, key = name.rpartition(".")
         if hasattr(modules.get(prefix), key):

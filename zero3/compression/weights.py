@@ -171,21 +171,14 @@ class PrunedElements(Pruned):
         ### Prune elements of a weight
         """
         super().__init__(rule, module)
-        self.share(0, module.weight.numel())
-
-    def share(self, first: int, numel: int) -> None:
-        """
-        ### Number the elements, among all those that share a threshold
-        """
-        self.first = first
-        self.shared_numel = numel
-        self.place_bits = numel.bit_length()
+        # Whose elements share its threshold, in the order in which they are numbered.
+        self.sharers = [self]
 
     def units(self) -> int:
         """
         ### How many elements share the threshold
         """
-        return self.shared_numel
+        return sum(each.shape.numel() for each in self.sharers)
 
     @torch.no_grad()
     def kept(self) -> torch.Tensor:
@@ -202,12 +195,12 @@ class PrunedElements(Pruned):
         * `values` are `(n,)`, a part of the stored weight
         * `first` is the place of the first of them in this weight
         """
-        first += self.first
+        first += sum(each.shape.numel() for each in self.sharers[: self.sharers.index(self)])
         integer = _INTEGERS[values.dtype]
         bits = values.detach().contiguous().view(integer).long()
         bits &= torch.iinfo(integer).max  # no sign
         places = torch.arange(first, first + len(bits), device=bits.device)
-        return (bits << self.place_bits) | places
+        return (bits << self.units().bit_length()) | places
 
 
 class PrunedParts(Pruned):
