@@ -245,7 +245,7 @@ def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
 def test_rows_with_their_biases_channels_and_heads_are_pruned_whole():
     """
     By the sum of their magnitudes. Breaks if a bias of a pruned row still speaks.
-    Proves `PrunedParts`, `PrunedParts.units`, `PrunedParts.sizes`, `PrunedParts.kept_units`,
+    Proves `PrunedParts`, `PrunedParts.units`, `PrunedParts.kept_units`,
     `PrunedParts.kept`, `PrunedBias`, `PrunedBias.__init__`,
     `PrunedBias.forward`.
     """
@@ -836,9 +836,10 @@ def test_weights_of_eight_bits_may_be_gathered_in_eight_bits():
 
 def test_a_quantised_weight_has_a_width():
     """
-    Proves `Quantised`.
+    Proves `Quantised`, `Quantised.rows`.
     """
-    assert Quantised(Quantize(4, group=2), nn.Linear(4, 3)).width == 2
+    layer = nn.Linear(4, 3)
+    assert Quantised(Quantize(4, group=2), layer).rows(layer.weight).shape == (6, 2)
 
 
 # ---------------------------------------------------------------------------------------- freeing

@@ -42,7 +42,6 @@ stages. Each rank has the whole model while it cleans it. Inputs in 8 bits are m
 """
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,17 +123,17 @@ def take_over(plain: nn.Module, trained: ShardedModel) -> None:
         mine = getattr(module, "rule", None)
         expect(mine == rules.get(name), f"clean: `{name}`",
                f"the rule of `trained`, {rules.get(name)}", mine, again)
-    buffers = {f"{path}.{name}".strip("."): buffer for module, path in paths.items()
-               for name, buffer in module._buffers.items()}
+    theirs: dict[str, Any] = {
+        f"{path}.{name}".strip("."): buffer for module, path in paths.items()
+        for name, buffer in module._buffers.items()}
     with trained.full_params() as params:
-        theirs = buffers | dict(params)
+        theirs |= params
         for name, tensor in (*plain.named_parameters(), *plain.named_buffers()):
-            found: Any = theirs.get(name)
             mine = (*tensor.shape, tensor.dtype)
-            got = None if found is None else (*found.shape, found.dtype)
+            got = (*theirs[name].shape, theirs[name].dtype) if name in theirs else None
             expect(got == mine, "clean: `trained`", "a sharded model of the same layers and data "
                    f"type, with `{name}` of {mine}", got, again)
-            tensor.copy_(found)
+            tensor.copy_(theirs[name])
 
 
 def _methods(module: Weighted) -> list[Method]:
@@ -188,18 +187,18 @@ class Plan:
             self.kept = _select(self.kept, cut)
         if self.grid is None:
             return
+        scales = self.grid.scales
         weight = self.module.weight
-        width = weight.numel() // len(self.grid.scales)
-        # The number of its scale for each element, cut as the elements are.
-        numbers = torch.arange(len(self.grid.scales)).repeat_interleave(width).view(weight.shape)
-        numbers = _select(numbers.to(weight.device), cut)
+        width = weight.numel() // len(scales)
+        # For each element the number of its scale, cut as the elements are.
+        numbers = torch.arange(len(scales), device=scales.device).repeat_interleave(width)
+        numbers = _select(numbers.view(weight.shape), cut)
+        left, counts = numbers.flatten().unique_consecutive(return_counts=True)
         width = min(width, numbers[0].numel())
-        groups = numbers.reshape(-1, math.gcd(width, numbers[0].numel()))
-        first = groups[:, 0]
-        expect(groups.shape[1] == width and bool((groups == first[:, None]).all()),
-               f"clean: `{name}`", "columns that go together with all that share a scale",
-               "some of a group", "leave `group` out, or let it divide the width of a head")
-        self.grid = replace(self.grid, scales=self.grid.scales[first], zeros=self.grid.zeros[first])
+        expect(bool((counts == width).all()), f"clean: `{name}`", "columns that go together with "
+               "all that share a scale", "some of a group",
+               "leave `group` out, or let it divide the width of a head")
+        self.grid = replace(self.grid, scales=scales[left], zeros=self.grid.zeros[left])
 
     def store(self, name: str) -> None:
         """
@@ -440,12 +439,11 @@ def measure(model: nn.Module,
     with FlopCounterMode(display=False) as counter:
         model(example)
     tensors = [*model.parameters(), *model.buffers()]
-    left = sum(p.numel() for p in model.parameters())
-    for module in model.modules():
-        if isinstance(module, Stored):
-            left += (module.shape.numel() if module.mask is None
-                     else int(unpack(module.mask, 1).sum()))
-    return Size(sum(t.nbytes for t in tensors), left, counter.get_total_flops() // 2, loss)
+    stored = [module for module in model.modules() if isinstance(module, Stored)]
+    left = [*(p.numel() for p in model.parameters()),
+            *(each.shape.numel() if each.mask is None else int(unpack(each.mask, 1).sum())
+              for each in stored)]
+    return Size(sum(t.nbytes for t in tensors), sum(left), counter.get_total_flops() // 2, loss)
 
 
 def table(before: Size, after: Size) -> str:

@@ -298,13 +298,13 @@ def _check_shared(modules: list[Weighted], rules: list[Rule]) -> None:
     """
     #### Refuse weights that cannot share a threshold
     """
-    if not any(isinstance(rule, Prune) and rule.scope == "global" for rule in rules):
-        return
+    shares = any(isinstance(rule, Prune) and rule.scope == "global" for rule in rules)
     dtypes = {module.weight.dtype for module in modules}
     numel = sum(module.weight.numel() for module in modules)
-    expect(len(dtypes) == 1 and numel <= MOST_SHARED, "compress: a global threshold", "weights of "
-           f"one data type, because their bits are compared, with at most {MOST_SHARED:,} elements",
-           f"{numel:,} of {dtypes}", "use several patterns, or `scope=\"layer\"`")
+    expect(not shares or (len(dtypes) == 1 and numel <= MOST_SHARED),
+           "compress: a global threshold", "weights of one data type, because their bits are "
+           f"compared, with at most {MOST_SHARED:,} elements", f"{numel:,} of {dtypes}",
+           "use several patterns, or `scope=\"layer\"`")
 
 
 def _suits(rule: Rule, module: Weighted) -> bool:

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.compression.rules import Prune, Quantize
+from zero3.compression.rules import Prune
 from zero3.guards.options import expect
 
 Weighted = Any
@@ -221,19 +221,14 @@ class PrunedParts(Pruned):
         """
         return self.rule.heads or self.shape[self.axis]
 
-    def sizes(self, weight: torch.Tensor) -> torch.Tensor:
-        """
-        ### The sum of magnitudes of each, `(units,)` fp64
-        """
-        parts = weight.detach().abs().transpose(0, self.axis)
-        return parts.reshape(self.units(), -1).sum(dim=1, dtype=torch.float64)
-
     @torch.no_grad()
     def kept_units(self) -> torch.Tensor:
         """
         ### Which rows, channels or heads are left: `(units,)` bool
         """
-        sizes = self.sizes(self.original)
+        parts = self.original.abs().transpose(0, self.axis).reshape(self.units(), -1)
+        # The sum of the magnitudes of each.
+        sizes = parts.sum(dim=1, dtype=torch.float64)
         kept = torch.ones_like(sizes, dtype=torch.bool)
         kept[sizes.argsort(stable=True)[: self.count]] = False
         return kept
@@ -264,8 +259,7 @@ def axis_of(rule: Prune, module: nn.Module) -> int:
     """
     ## The axis of a weight that a rule for rows, channels or heads prunes
     """
-    outputs, inputs = axes(module)
-    return outputs if rule.kind == "row" else inputs
+    return axes(module)[0 if rule.kind == "row" else 1]
 
 
 class PrunedBias(nn.Module):
@@ -351,9 +345,11 @@ class Quantised(Method):
     ## A weight in few bits
     """
 
-    def __init__(self, rule: Quantize, module: Weighted):
-        super().__init__(rule, module)
-        self.width = rule.group or module.weight[0].numel()
+    def rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """
+        ### The weight as `(rows, neighbours)` that share a scale
+        """
+        return weight.reshape(-1, self.rule.group or weight[0].numel())
 
     def grid(self, weight: torch.Tensor) -> Grid | None:
         """
@@ -365,7 +361,7 @@ class Quantised(Method):
         bits = self.rule.bits_at(self.steps)
         if bits is None:
             return None
-        rows = weight.detach().reshape(-1, self.width)
+        rows = self.rows(weight.detach())
         if bits > 1:
             return grid(rows.amin(dim=1), rows.amax(dim=1),
                         bits, self.rule.symmetric)
@@ -380,7 +376,7 @@ class Quantised(Method):
         to = self.grid(weight)
         if to is None:
             return weight
-        rows = weight.reshape(-1, self.width)
+        rows = self.rows(weight)
         if to.bits == 1:
             # torch has no operation for signs. Their value, with the gradient of the weight.
             signs = rows.detach().sign() * to.scales[:, None]
