@@ -499,7 +499,7 @@ def test_masks_on_ranks_are_exact_and_those_of_one_process(ranks, cases, tmp_pat
 
 
 EVERYTHING = {
-    "0.0": [Prune(0.6, start=1, end=4), Quantize(8, of="input")],
+    "0.0": [Prune(0.6, start=1, end=4)],
     "1.0": [Prune(0.5, "row", start=2, regrow=True),
             Quantize(4, group=11, start_bits=8, start=1, end=5)],
     "2": [Prune(0.5), Prune(0.5, "head", heads=4), Quantize(8, symmetric=False)],

@@ -57,7 +57,8 @@ class Quantize:
       anywhere in the range
     * `start` is the optimizer's step from which weights are rounded. At `end` the bits have fallen
       from `start_bits` to `bits`; left out, they are `bits` from the start
-    * `of` is "weight", or "input" with the range of each batch
+    * `of` is "weight", or "input" with the range of this rank's rows, so that ranks round alike
+      only if these are alike
 
     Raises `ValueError` for anything else.
     """
