@@ -102,7 +102,7 @@ def finished(tmp_path_factory):
 def test_each_rank_holds_and_sends_exactly_what_was_predicted(finished):
     """
     The promise of the main job, to the byte. Breaks where `predict.py` and `layer.py` drift apart.
-    Proves I2, I3, I4, `Prediction.rest_bytes`, `Run.take`, `run.Ranks.gather`, `report.table`,
+    Proves I2, I3, I4, `Prediction.rest_bytes`, `run.measured`, `run.Ranks.gather`, `report.table`,
     `predict.Prediction`, `Prediction.as_dict`.
     """
     run, _, metrics = finished
@@ -153,7 +153,7 @@ def test_activations_in_files_change_no_number_and_their_bytes_are_predicted(tmp
     """
     The main job in its usual size: the table has two columns more, which are equal too. "cpu" is
     the memory that they are in already. Breaks if the first loss that has read from a file differs.
-    Proves I8, `Job.build`, `Job.saved`, `Job.predicted`, `Run.take`, `report.table`,
+    Proves I8, `Job.build`, `Job.saved`, `Job.predicted`, `run.measured`, `report.table`,
     `saved_bytes`.
     """
     ends = []

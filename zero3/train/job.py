@@ -60,6 +60,7 @@ from zero3.train.run import (
     agree,
     end_with_parent,
     fresh_store,
+    measured,
     option,
     progress,
     save_run,
@@ -300,9 +301,8 @@ def is_predicted(args: argparse.Namespace) -> bool:
     """
     ## Whether formulas predict the bytes
     """
-    groups = args.nodes > 1 or args.replicas > 1
-    encoded = args.gather_bits or args.reduce_bits
-    return not (groups or encoded or args.optimizer == "muon")
+    return not (args.nodes > 1 or args.replicas > 1 or args.gather_bits or args.reduce_bits
+                or args.optimizer == "muon")
 
 
 def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) -> None:
@@ -400,9 +400,9 @@ class Job:
             return 2
         begun = len(self.run.losses)
         with progress(self.ranks, self.args.steps) as show:
-            self.train(show)
-        if self.run.measured:
-            self.finish()
+            tape = self.train(show)
+        if tape.events:
+            self.finish(tape)
             if self.args.save_every or begun or self.saves_end:
                 where = save_run(self.model, self.optimizer, self.args, self.run)
                 self.ranks.say(f"saved {where}, the end of this run")
@@ -430,9 +430,8 @@ class Job:
             return
         try:
             extra = load(found, self.model, self.optimizer)
-            self.run.losses = extra["losses"]
-            self.run.held_out = extra["held_out"]
-            self.run.train_s = extra["train_s"]
+            figures = {name: extra[name] for name in ("losses", "held_out", "train_s")}
+            self.run = dataclasses.replace(self.run, **figures)
         except (RuntimeError, OSError, KeyError, TypeError) as error:
             raise ValueError(f"cannot resume from {found}. {error}") from error
         step = len(self.run.losses)
@@ -509,11 +508,13 @@ class Job:
     def offload(self, tier: str) -> Offload:
         return Offload(tier, self.args.offload_folder or self.args.out if tier == "nvme" else None)
 
-    def train(self, show: Callable[..., None]) -> None:
+    def train(self, show: Callable[..., None]) -> Ledger:
         """
         ### The training loop
 
         * `show` gets a step, the losses on the training text and on held-out text, and a rate
+
+        Returns the record of the last step, empty if a signal came before it.
         """
         tape = Ledger(self.model, self.optimizer)
         losses = []
@@ -535,11 +536,10 @@ class Job:
             if saves:
                 self.save(ends)
                 if ends:
-                    return
+                    break
             losses = []
             start_s = time.perf_counter()
-        if tape.events:
-            self.run.take(self.model, self.optimizer, tape, self.ranks)
+        return tape
 
     def train_step(self, done: int, tape: Ledger) -> torch.Tensor:
         """
@@ -598,10 +598,15 @@ class Job:
         how = f"; {command} resumes from there" if ends else ""
         self.ranks.say(f"step {len(self.run.losses)}: saved {where}{how}")
 
-    def finish(self) -> None:
+    def finish(self, tape: Ledger) -> None:
         """
         ### Write a sample, compare the bytes, and draw; rank 0 prints and writes
+
+        * `tape` has the last step
         """
+        found = self.ranks.gather(
+            (self.predicted(), measured(tape, self.ranks.rank), tape.events))
+        predicted, held, tapes = (list(each) for each in zip(*found, strict=True))
         generator = torch.Generator().manual_seed(self.args.seed)
         prompt = self.args.prompt.encode(errors="surrogateescape")
         sample = gpt.sample(self.model, prompt, self.args.sample, self.args.seq_len, 0.5, generator,
@@ -612,15 +617,13 @@ class Job:
                 self.model, self.config, self.args.compress, self.args.steps, self.held_out_loss,
                 None if self.ranks.rank else Path(self.args.out))
         plain = data_parallel(describe(self.model), self.ranks.world_size, mixed=True).as_dict()
-        found = self.ranks.gather((self.predicted(), self.run.measured, self.run.events))
         if self.ranks.rank:
             return
-        predicted, measured, tapes = (list(each) for each in zip(*found, strict=True))
         self.ranks.say(f"\n{sample}\n")
-        self.ranks.say(report.table(predicted, plain, measured))
+        self.ranks.say(report.table(predicted, plain, held))
         metrics = self.metrics(report.device_name(self.ranks.device)) | {
             "sample": sample,
-            "measured": measured,
+            "measured": held,
             "predicted": predicted,
             "data_parallel": plain,
         }
