@@ -420,10 +420,7 @@ class Job:
         if the checkpoint cannot be loaded.
         """
         found = take_up(self.args, self.ranks)
-        try:
-            self.build()
-        except RuntimeError as error:
-            raise RuntimeError(f"cannot build the model. {error}") from error
+        self.build()
         if self.args.table:
             self.ranks.say(memory_table(self.optimizer, self.args.accumulate) + "\n")
         if found is None:
@@ -569,10 +566,9 @@ class Job:
         ### Bits per byte on text that no step has seen, as a mean over ranks
         """
         model.eval()
-        losses = []
-        for i in range(EVAL_BATCHES):
-            batch = gpt.global_batch(self.held_out, i, self.args.batch, self.args.seq_len)
-            losses.append(gpt.next_byte_loss(model, self.ranks.rows(batch)))
+        batches = (gpt.global_batch(self.held_out, i, self.args.batch, self.args.seq_len)
+                   for i in range(EVAL_BATCHES))
+        losses = [gpt.next_byte_loss(model, self.ranks.rows(batch)) for batch in batches]
         model.train()
         return sum(self.ranks.mean(losses)) / EVAL_BATCHES * BITS
 

@@ -123,11 +123,9 @@ def report(failed: list[str]) -> str:
     ## The error texts of the ranks: causes in full first, then a line for each consequence
     """
     causes = [text for text in failed if not text.startswith(_CONSEQUENCE)]
-    if not causes:
-        return "\n".join(failed)
-    lines = [text.strip().splitlines()[-1].removeprefix(_CONSEQUENCE).strip()
-             for text in failed if text not in causes]
-    return "\n".join([*causes, *(f"{_CONSEQUENCE} {line}" for line in lines)])
+    last_lines = (text.strip().splitlines()[-1] for text in failed if text not in causes)
+    lines = [f"{_CONSEQUENCE} {line.removeprefix(_CONSEQUENCE).strip()}" for line in last_lines]
+    return "\n".join([*causes, *lines] if causes else failed)
 
 
 def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict, list[str]]:

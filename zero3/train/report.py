@@ -78,16 +78,13 @@ def table(
     rows = [("bytes of each rank", [(head, "") for head in heads.values()]),
             ("data parallel, predicted", [(f"{plain.get(name, 0):,}", "") for name in heads])]
     for held, expected in zip(measured, predicted, strict=True):
-        rows.append((
-            f"ZeRO-3, rank {held['rank']} predicted",
-            [(f"{expected[name]:,}" if name in expected else "not predicted", "")
-             for name in heads],
-        ))
-        rows.append((
-            f"{'measured':>24}",
-            [(f"{held[name]:,}", _difference(held[name], expected.get(name)))
-             for name in heads],
-        ))
+        said = [f"{expected[name]:,}" if name in expected else "not predicted" for name in heads]
+        rows += [
+            (f"ZeRO-3, rank {held['rank']} predicted", [(cell, "") for cell in said]),
+            (f"{'measured':>24}", [
+                (f"{held[name]:,}", _difference(held[name], expected.get(name)))
+                for name in heads]),
+        ]
     return "\n".join(
         f"{name:26}{''.join(f'{cell:>16} {mark:5}' for cell, mark in cells)}".rstrip()
         for name, cells in rows
@@ -233,9 +230,8 @@ def _draw_memory(ax: Axes,
         at, live, live[0], step="post",
         color=COLORS["whole"], alpha=0.5, linewidth=0,
     )
-    what = "shards and optimizer states"
-    if predicted.get("disk_bytes"):
-        what = f"buffers; {predicted['disk_bytes'] / MIB:.1f} MiB rest in files"
+    files = predicted.get("disk_bytes", 0) / MIB
+    what = f"buffers; {files:.1f} MiB rest in files" if files else "shards and optimizer states"
     ax.text(1, live[0] / 2, what, fontsize=8, va="center")
     ax.step(at, live, where="post", color=NEUTRAL["fg"], linewidth=1.3)
     levels = [(plain["peak_bytes"], "data parallel\npeak", NEUTRAL["muted"], "bottom")]
