@@ -94,10 +94,9 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     modules = named_modules(model)
     if trained is not None:
         take_over(modules[""], trained)
-    layers = {name: module for name, module in modules.items() if _methods(module)}
-    expect(bool(layers), "clean", "a model with compressed weights", "none, or a model that is "
+    plans = {name: Plan(module) for name, module in modules.items() if _methods(module)}
+    expect(bool(plans), "clean", "a model with compressed weights", "none, or a model that is "
            "clean already", "call `compress` with the rules that it was trained with")
-    plans = {name: Plan(module) for name, module in layers.items()}
     cuts = _cuts(modules)
     for plan in plans.values():
         plan.release()
@@ -437,12 +436,12 @@ def measure(model: nn.Module,
     """
     with FlopCounterMode(display=False) as counter:
         model(example)
-    tensors = [*model.parameters(), *model.buffers()]
+    nbytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     stored = [module for module in model.modules() if isinstance(module, Stored)]
     left = [*(p.numel() for p in model.parameters()),
             *(each.shape.numel() if each.mask is None else int(unpack(each.mask, 1).sum())
               for each in stored)]
-    return Size(sum(t.nbytes for t in tensors), sum(left), counter.get_total_flops() // 2, loss)
+    return Size(nbytes, sum(left), counter.get_total_flops() // 2, loss)
 
 
 def table(before: Size, after: Size) -> str:

@@ -88,8 +88,8 @@ def distill(student: Chain,
            f"{logits}, {hidden} and {temperature}", "pass such numbers")
     for layer, index in zip(mine, keep, strict=True):
         _copy(layer, theirs[index])
-    compressions = {m.compression: None for m in student.modules() if isinstance(m, Method)}
-    for compression in compressions:
+    for compression in dict.fromkeys(
+            each.compression for each in student.modules() if isinstance(each, Method)):
         # The thresholds were those of other weights.
         compression.find_thresholds()
     teacher.requires_grad_(False)
@@ -169,6 +169,5 @@ def _whole(layer: nn.Module, writeback: bool = False
     """
     #### The parameters of a layer, whole while the block runs
     """
-    if isinstance(layer, Sharded):
-        return layer.full_params(writeback)
-    return nullcontext(dict(layer.named_parameters()))
+    return (layer.full_params(writeback) if isinstance(layer, Sharded) else
+            nullcontext(dict(layer.named_parameters())))

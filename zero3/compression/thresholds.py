@@ -94,14 +94,12 @@ def own_keys(prunings: list[PrunedElements]) -> dict[PrunedElements, torch.Tenso
     """
     found = {}
     by_param = {id(pruned.original): pruned for pruned in prunings}
-    layers = layers_of(pruned.original for pruned in prunings)
     for pruned in prunings:
-        layer = layer_of(pruned.original)
+        whole = pruned.original
         # A sharded layer has its own in its shards, or none if it is of another stage.
-        values = (pruned.original.detach().reshape(-1) if layer is None else
-                  torch.empty(0, dtype=pruned.original.dtype, device=layer.device))
-        found[pruned] = pruned.keys(values)
-    for layer in layers:
+        found[pruned] = pruned.keys(whole.detach().reshape(-1) if layer_of(whole) is None else
+                                    torch.empty(0, dtype=whole.dtype, device=whole.device))
+    for layer in layers_of(pruned.original for pruned in prunings):
         layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
                      "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
                      "channels or heads; or leave `weights` out of `Links`")
