@@ -136,13 +136,8 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict
     failed: list[str] = []
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
     deadline_s = time.monotonic() + timeout_s
-    while waiting:
-        ready = connection.wait(waiting, max(0, deadline_s - time.monotonic()))
-        if not ready:
-            silent = ", ".join(f"rank {rank}" for rank in waiting.values())
-            failed.append(f"{_CONSEQUENCE} {silent}: no answer after another rank had failed"
-                          if failed else f"{silent}: no answer after {timeout_s} s")
-            break
+    while waiting and (
+            ready := connection.wait(waiting, max(0, deadline_s - time.monotonic()))):
         for pipe in [pipe for pipe in waiting if pipe in ready]:
             rank = waiting.pop(pipe)
             good, result = _answer(pipe, rank, timeout_s)
@@ -151,6 +146,10 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict
             else:
                 failed.append(result)
                 deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
+    if waiting:
+        silent = ", ".join(f"rank {rank}" for rank in waiting.values())
+        failed.append(f"{_CONSEQUENCE} {silent}: no answer after another rank had failed"
+                      if failed else f"{silent}: no answer after {timeout_s} s")
     return results, failed
 
 
