@@ -98,9 +98,8 @@ def _difference(measured: int, predicted: int | None) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU {platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    cpu = f"CPU {platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
 
 
 def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: str) -> Figure:
