@@ -329,10 +329,10 @@ MUTATIONS = [
             "so the weights are right. But a step sends the weights of a stage twice for each "
             "micro-batch, and not once."),
     Mutation(
-        "place", "compression/thresholds.py", "_keys_in_shards",
+        "place", "compression/thresholds.py", "own_keys",
         title="A rank forgets where its shard begins",
-        old="        begin = layer.comm.rank * len(flat.shard)\n",
-        new="        begin = 0\n",
+        old="            begin = layer.comm.rank * len(flat.shard)\n",
+        new="            begin = 0\n",
         breaks="I1", program="pruned",
         healthy="pruned: 33 of 66",
         symptom="pruned: 35 of 66",
@@ -353,8 +353,8 @@ MUTATIONS = [
     Mutation(
         "ties", "compression/weights.py", "PrunedElements.keys",
         title="Equal elements have equal keys",
-        old="        return (bits << self.place_bits) | places\n",
-        new="        return bits << self.place_bits\n",
+        old="        return (bits << self.units().bit_length()) | places\n",
+        new="        return bits << self.units().bit_length()\n",
         breaks="", program="pruned",
         healthy="pruned of equal ones: 6 of 12",
         symptom="pruned of equal ones: 12 of 12",

@@ -260,9 +260,8 @@ assert 128 < crossing < 512
 # ## Exercises
 #
 # **1.** A model has layers of 4,096 features, and 32 ranks on four machines. A step has 8,192
-# positions for each rank. `python -m zero3.estimate --params 7b --ranks 32 --tensor 8 --width 4096`
-# compares tensor sizes. Which one sends the fewest bytes? Which would you choose if links inside a
-# machine are ten times as fast?
+# positions for each rank. Which one sends fewer bytes: ZeRO-3 alone, or layers that eight ranks
+# split? Which would you choose if links inside a machine are ten times as fast?
 #
 # **2.** Change `train` to a mesh of (2, 2) and run it on four ranks, with other rows of the batch
 # on each rank of "shard". What does a rank send in all-gathers, and why is that half of what

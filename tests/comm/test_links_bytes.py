@@ -21,7 +21,7 @@ from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.comm.encodings import Int4, Int8
 from zero3.comm.links import Links
 from zero3.estimate.between import between_bytes, layouts
-from zero3.estimate.layouts import Layout
+from zero3.estimate.layouts import Layout, row_bytes
 from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.estimate.predict import predict_optimizer
 
@@ -134,7 +134,8 @@ def formula(sent, layout, model, reduce_dtype, micro_batches, hold):
         reduces = not hold or i + 1 == micro_batches
         for layer, in_backward in (*product(range(len(flats)), [False]), *product(down[:-1],
                                                                                  [True])):
-            row = sum(layout.weight_bytes(len(g.shard), g.shard.itemsize) for g in flats[layer])
+            row = sum(row_bytes(layout.weights, len(g.shard), g.shard.itemsize)
+                      for g in flats[layer])
             if layout.nodes > 1 and not (in_backward and layout.secondary):
                 sent.to(sent.across, row, len(flats[layer]))
             sent.to(sent.near, layout.nodes * row, len(flats[layer]))
@@ -149,7 +150,7 @@ def formula(sent, layout, model, reduce_dtype, micro_batches, hold):
 
 def reduce(sent, layout, numel, width):
     """A gradient inside the group, and then between groups"""
-    row = layout.gradient_bytes(numel, width)
+    row = row_bytes(layout.gradients, numel, width)
     sent.to(sent.near, layout.nodes * row, ring=not layout.gradients)
     if layout.nodes == 1 and sent.native and not layout.gradients:
         # An all-reduce in a ring sends the parts of the sums around twice.
@@ -203,8 +204,7 @@ def test_the_bytes_of_every_layout_are_those_of_the_formulas(name):
     announcements. With micro-batches, buckets, frozen layers, and shards in CPU memory. Breaks
     where a rank is taken to be on another node, or a hop sends a row twice.
     Proves I2, I4, `LinkedCommunicator.all_gather`, `LinkedCommunicator.reduce_scatter`,
-    `LinkedCommunicator.exchange`, `Transfer.count`, `Layout`, `Layout.weight_bytes`,
-    `Layout.gradient_bytes`.
+    `LinkedCommunicator.exchange`, `Transfer.count`, `Layout`, `row_bytes`.
     """
     layout, ranks_per_node = LAYOUTS[name]
     pairs = [*product(["frozen"], KINDS), *product(["unequal"], ["buckets", "held"])]
@@ -252,7 +252,7 @@ def slices(layout):
         optimizer.backward(model(torch.ones(4, 7)).square().mean())
         backward = held_bytes(model, optimizer) - rest
         flats = [g for layer in model.module_list for g in layer.flats]
-        kept = layout.nodes * sum(layout.weight_bytes(len(g.shard), 4) for g in flats)
+        kept = layout.nodes * sum(row_bytes(layout.weights, len(g.shard), 4) for g in flats)
         last = sum(g.full.numel() * 4 for g in model.module_list[-1].flats)
         grads = sum(g.shard.nbytes for g in flats if g.shard.requires_grad)
         found.append(((forward, backward), (kept + last, grads)))

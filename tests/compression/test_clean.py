@@ -70,7 +70,7 @@ def test_codes_are_packed_and_unpacked(bits):
     assert pack(torch.tensor([1, 2], dtype=torch.uint8), 4).tolist() == [1 + 16 * 2]
 
 
-@pytest.mark.parametrize("pruned", [None, "element", "2:4"])
+@pytest.mark.parametrize("pruned", [None, "element"])
 @pytest.mark.parametrize("quantised", [
     None, Quantize(8), Quantize(8, symmetric=False), Quantize(4, group=4), Quantize(2),
     Quantize(4, group=2, symmetric=False), Quantize(1), Quantize(1, group=4),
@@ -234,19 +234,18 @@ class Three(nn.Module):
 
 BEFORE = {"follows": ("before",)}
 RULES = [
-    Prune(0.4), Prune(0.4, scope="global"), Prune(kind="2:4"),
-    Prune(0.5, "row"), Prune(0.5, "row", follows=("after",)),
+    Prune(0.4), Prune(0.4, scope="global"), Prune(0.5, "row"),
+    Prune(0.5, "row", follows=("after",)),
     Prune(0.5, "channel"), Prune(0.5, "channel", **BEFORE), Prune(0.5, "head", heads=4),
     Prune(0.5, "head", heads=4, counts=("heads",), regrow=True, **BEFORE),
     Quantize(8), Quantize(4, symmetric=False), Quantize(4, group=4), Quantize(1),
     Quantize(4, group=2, symmetric=False), Quantize(4, start_bits=8, end=6),
-    Quantize(of="input"), Quantize(of="input", moving=0.5),
 ]
 
 
 # Rules of the layer that the others follow.
-AFTER = [Prune(0.4), Prune(0.5, "channel", follows=("layer",)), Quantize(of="input"),
-         Quantize(8), Quantize(4, group=2, symmetric=False)]
+AFTER = [Prune(0.4), Prune(0.5, "channel", follows=("layer",)), Quantize(8),
+         Quantize(4, group=2, symmetric=False)]
 
 
 def build(layer, rules=None):
@@ -272,9 +271,7 @@ def cleaned_pair(layer, rules, path):
         return None
     found = model(x)
     write(model, path)
-    inputs = {name: [rule for rule in each if isinstance(rule, Quantize) and rule.of == "input"]
-              for name, each in rules.items()}
-    again = build(layer, {name: each for name, each in inputs.items() if each}).eval()
+    again = build(layer).eval()
     read(again, path)
     assert torch.equal(again(x), found) and again.heads == model.heads
     assert repr(again.layer) == repr(model.layer)
@@ -304,9 +301,9 @@ def test_any_two_rules_are_cleaned_to_the_same_outputs_and_read_back(layer, tmp_
 
 def test_a_file_is_refused_by_a_model_that_it_does_not_fit(tmp_path):
     """
-    A model that is not clean is not written, one that is clean is not cleaned again, and a file
-    without rounded inputs is not read into a model with them. Breaks if one of them is accepted,
-    or is an error without a cure.
+    A model that is not clean is not written, one that is clean is not cleaned again, and a file is
+    not read into a model with rules. Breaks if one of them is accepted, or is an error without a
+    cure.
     Proves `read`, `write`, `clean`.
     """
     path = tmp_path / "small.safetensors"
@@ -317,9 +314,8 @@ def test_a_file_is_refused_by_a_model_that_it_does_not_fit(tmp_path):
     with pytest.raises(ValueError, match=r"clean already.*What to do"):
         clean(model)
     write(model, path)
-    for rules in ({"layer": [Quantize(8)]}, {"layer": [Quantize(of="input")]}):
-        with pytest.raises(ValueError, match=r"rules of inputs alone"):
-            read(build(nn.Linear, rules), path)
+    with pytest.raises(ValueError, match=r"as it was before `compress`"):
+        read(build(nn.Linear, {"layer": [Quantize(8)]}), path)
     save_file({"a": torch.ones(1)}, path)
     with pytest.raises(ValueError, match=r"a file of `write`.*What to do"):
         read(model, path)
@@ -391,7 +387,7 @@ def cleaned_both():
 
 def test_a_sharded_model_is_cleaned_into_a_plain_one():
     """
-    With its weights, steps, thresholds and ranges; the outputs are the same bits. Breaks if the
+    With its weights, steps and thresholds; the outputs are the same bits. Breaks if the
     cleaned model is at another step than the trained one.
     Proves `clean`, `take_over`.
     """
@@ -412,7 +408,7 @@ def test_what_cannot_be_cleaned_is_refused():
         ({"0.first": [Prune(0.5, "row", follows=("second",))],
           "0.second": [Prune(0.5, "channel", follows=("first",))]}, "two"),
         ({"0.first": [Prune(0.5, "row", follows=("second",))],
-          "0.second": [Quantize(4, group=10)] + [Quantize(of="input")]}, None),
+          "0.second": [Quantize(4, group=10)]}, None),
         ({"0.first": [Prune(0.5, "row", follows=("second",))], "0.second": [Quantize(4, group=2)]},
          "share a scale"),
     ]

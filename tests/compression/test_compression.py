@@ -39,7 +39,6 @@ from zero3.compression.weights import (
     Pruned,
     PrunedElements,
     Quantised,
-    QuantisedInput,
     grid,
 )
 from zero3.estimate.ledger import Ledger
@@ -120,12 +119,12 @@ def test_a_schedule_rises_by_a_cubic_and_bits_fall_in_equal_parts():
 
 @pytest.mark.parametrize("make, word", [
     (partial(Quantize, 3), "bits"), (partial(Quantize, True), "bits"),
-    (partial(Quantize, 1, symmetric=False), "symmetric"), (partial(Quantize, of="bias"), "of"),
+    (partial(Quantize, 1, symmetric=False), "symmetric"),
     (partial(Quantize, group=0), "group"), (partial(Quantize, 4, start_bits=8), "start_bits"),
-    (partial(Quantize, moving=0.9), "moving"), (partial(Quantize, start=5, end=3), "start"),
-    (partial(Quantize, 4, of="input"), "bits"), (partial(Prune, 1.0), "sparsity"),
+    (partial(Quantize, start=5, end=3), "start"),
+    (partial(Prune, 1.0), "sparsity"),
     (partial(Prune, float("nan")), "sparsity"), (partial(Prune, 0.5, "column"), "kind"),
-    (partial(Prune, 0.3, "2:4"), "sparsity"), (partial(Prune, 0.5, "row", scope="global"), "scope"),
+    (partial(Prune, 0.5, "row", scope="global"), "scope"),
     (partial(Prune, 0.5, "head"), "heads"),
     (partial(Prune, follows=("a",)), "follows"), (partial(Prune, 0.5, "row", follows="a"),
                                                   "follows"),
@@ -221,7 +220,7 @@ def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
     Proves `Pruned`, `Pruned.__init__`, `Pruned.forward`, `Pruned.kept`,
     `Pruned.count`, `Pruned.units`, `Pruned.original`, `Method`,
     `PrunedElements`, `PrunedElements.__init__`, `PrunedElements.units`,
-    `PrunedElements.share`, `PrunedElements.kept`, `PrunedElements.keys`.
+    `PrunedElements.kept`, `PrunedElements.keys`.
     """
     layer = nn.Linear(2, 2, bias=False)
     with torch.no_grad():
@@ -243,22 +242,10 @@ def test_the_smallest_elements_are_pruned_and_of_equal_ones_the_earlier():
         assert pruned.keys(values).unique().numel() == 4096 and pruned.keys(values).min() >= 0
 
 
-def test_two_of_four_neighbours_stay():
-    """
-    The larger two of each four along a row. Breaks if fours cross rows, or a tie keeps three.
-    Proves `PrunedFours`, `PrunedFours.kept`.
-    """
-    layer = nn.Linear(8, 2, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[1.0, -2, 3, 0, 5, 5, 5, 5], [4, 3, 2, 1, -1, 2, -3, 4]]))
-    compress([layer], {"0": [Prune(0.5, "2:4")]})
-    assert layer.weight.tolist() == [[0, -2, 3, 0, 5, 5, 0, 0], [4, 3, 0, 0, 0, 0, -3, 4]]
-
-
 def test_rows_with_their_biases_channels_and_heads_are_pruned_whole():
     """
     By the sum of their magnitudes. Breaks if a bias of a pruned row still speaks.
-    Proves `PrunedParts`, `PrunedParts.units`, `PrunedParts.sizes`, `PrunedParts.kept_units`,
+    Proves `PrunedParts`, `PrunedParts.units`, `PrunedParts.kept_units`,
     `PrunedParts.kept`, `PrunedBias`, `PrunedBias.__init__`,
     `PrunedBias.forward`.
     """
@@ -301,41 +288,6 @@ def test_pruned_elements_may_be_trained_to_come_back(kind):
         assert torch.equal(layer.parametrizations.bias.original.grad, bias.grad)
 
 
-def test_inputs_are_rounded_to_their_batch_or_to_a_moving_range():
-    """
-    The same as `torch.fake_quantize_per_tensor_affine`; a moving range is taken over at the step.
-    Breaks if the range of this batch is used where that of the last ones should be.
-    Proves `QuantisedInput`, `QuantisedInput.forward`, `QuantisedInput.move`.
-    """
-    torch.manual_seed(0)
-    x, y = torch.randn(5, 6), 2 * torch.randn(5, 6)
-
-    def rounded(x, low, high):
-        scale = (high - low) / 255
-        zero = (-low / scale).round().int()
-        return torch.fake_quantize_per_tensor_affine(x, scale, zero, 0, 255)
-
-    layer = nn.Linear(6, 3)
-    compress([layer], {"0": [Quantize(of="input", symmetric=False)]})
-    assert torch.equal(layer(x), F.linear(rounded(x, *x.aminmax()), layer.weight, layer.bias))
-
-    layer = nn.Linear(6, 3)
-    compression = compress([layer], {"0": [Quantize(of="input", moving=0.75, symmetric=False)]})
-    (method,) = compression.methods(QuantisedInput)
-    assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
-    compression.advance()
-    low, high = x.aminmax()
-    assert torch.equal(layer(y), F.linear(rounded(y, low, high), layer.weight, layer.bias))
-    compression.advance()
-    low, high = 0.75 * low + 0.25 * y.min(), 0.75 * high + 0.25 * y.max()
-    assert torch.equal(method.bounds, torch.stack([low, high]))
-    layer.eval()(10 * x)
-    compression.advance()
-    assert torch.equal(method.bounds, torch.stack([low, high]))
-    with pytest.raises(TypeError, match=r"floats.*What to do"):
-        layer(x.int())
-
-
 class Conv1D(nn.Linear):
     """As Hugging Face has it: inputs first"""
 
@@ -376,23 +328,17 @@ def test_one_part_is_left_whatever_the_sparsity():
         assert (layer.weight != 0).sum() == left
 
 
-def test_values_by_name_strides_and_nan_are_those_of_torch():
+def test_strides_and_nan_are_those_of_torch():
     """
-    An input that is passed by its name is rounded too, weights in channels-last order have the
-    neighbours of the others, and a NaN makes its row NaN. Breaks if one of them is an error of a
-    tensor's shape, or if a NaN is hidden.
-    Proves `weights.grid`, `PrunedFours.kept`.
+    Weights in channels-last order have the neighbours of the others, and a NaN makes its row NaN.
+    Breaks if one of them is an error of a tensor's shape, or if a NaN is hidden.
+    Proves `weights.grid`, `PrunedElements.keys`.
     """
     torch.manual_seed(0)
-    layer = nn.Linear(6, 3)
-    compress([layer], {"0": [Quantize(of="input")]})
-    x = torch.randn(5, 6)
-    assert torch.equal(layer(input=x), layer(x))
-
     both = [nn.Conv2d(8, 8, 3) for _ in range(2)]
     both[1].load_state_dict(both[0].state_dict())
     both[1].to(memory_format=torch.channels_last)
-    compress(both, {"*": [Prune(kind="2:4"), Quantize(4)]})
+    compress(both, {"*": [Prune(0.5), Quantize(4, group=4)]})
     assert torch.equal(both[0].weight, both[1].weight)
     both[1](torch.randn(1, 8, 5, 5)).sum().backward()
 
@@ -503,8 +449,8 @@ def test_masks_on_ranks_are_exact_and_those_of_one_process(ranks, cases, tmp_pat
     those of the formula. Breaks if a threshold is approximate, if a rank forgets the place of its
     shard, or if counting reads another shard than the one that was stepped.
     Proves `compress`, `Compression`, `Compression.__init__`, `Compression.find_thresholds`,
-    `Compression.advance`, `Compression.methods`, `thresholds.layer_of`, `own_keys`, `key_bits`,
-    `named_modules`, `Method.steps`, `Method.threshold`.
+    `Compression.advance`, `Compression.methods`, `thresholds.layer_of`, `layers_of`, `own_keys`,
+    `Compression.groups`, `named_modules`, `Method.steps`, `Method.threshold`.
     """
     on_ranks = run(several_masks, ranks, cases, tmp_path)
     for i, (dtype, scope, across, _) in enumerate(cases):
@@ -530,7 +476,7 @@ def test_masks_on_ranks_are_exact_and_those_of_one_process(ranks, cases, tmp_pat
 
 
 EVERYTHING = {
-    "0.0": [Prune(0.6, start=1, end=4), Quantize(8, of="input", moving=0.9)],
+    "0.0": [Prune(0.6, start=1, end=4)],
     "1.0": [Prune(0.5, "row", start=2, regrow=True),
             Quantize(4, group=11, start_bits=8, start=1, end=5)],
     "2": [Prune(0.5), Prune(0.5, "head", heads=4), Quantize(8, symmetric=False)],
@@ -554,8 +500,7 @@ def train(steps, rules, use="chain"):
         step(model, optimizer, x if use == "plain" else rows(x))
         weights = computed(model) if use == "plain" else seen(model)
         states = [m.state.tolist() for m in compression.methods(Pruned)]
-        bounds = [m.bounds.tolist() for m in compression.methods(QuantisedInput)]
-        found.append((weights, states, bounds))
+        found.append((weights, states))
     return found
 
 
@@ -578,16 +523,15 @@ def test_training_on_ranks_is_that_of_one_process(ranks, uses):
             for mine, plain in zip(found[use], expected, strict=True):
                 compare(mine, plain)
             if ranks == 1:
-                assert [states for _, states, _ in found[use]] == [each[1] for each in expected]
-    zeros = [sum(int((t == 0).sum()) for t in weights.values()) for weights, _, _ in expected]
+                assert [states for _, states in found[use]] == [each[1] for each in expected]
+    zeros = [sum(int((t == 0).sum()) for t in weights.values()) for weights, _ in expected]
     assert zeros[0] < zeros[-1]
 
 
 def compare(mine, theirs):
     """A step on ranks, and the same step of one process"""
-    (weights, states, bounds), (plain, plain_states, plain_bounds) = mine, theirs
+    (weights, states), (plain, plain_states) = mine, theirs
     assert [state[0] for state in states] == [state[0] for state in plain_states]
-    assert torch.allclose(torch.tensor(bounds), torch.tensor(plain_bounds), rtol=1e-4)
     expected = dict(sorted(plain.items())).values()
     for (name, weight), other in zip(sorted(weights.items()), expected, strict=True):
         assert torch.equal(weight == 0, other == 0), name
@@ -666,8 +610,8 @@ def test_a_copy_follows_its_own_optimizer_and_hooks_go_with_the_model():
 
 def test_a_schedule_follows_the_optimizer_with_the_most_steps():
     """
-    Of two optimizers for two halves, of one that takes the other's place, for frozen weights, and
-    for inputs alone. The thresholds are those of the weights after each step. Breaks if two halves
+    Of two optimizers for two halves, of one that takes the other's place, and for frozen weights.
+    The thresholds are those of the weights after each step. Breaks if two halves
     advance a schedule twice, or if the schedule of a frozen weight never starts.
     Proves `Compression.follow`, `Compression.is_trained_by`.
     """
@@ -691,20 +635,18 @@ def test_a_schedule_follows_the_optimizer_with_the_most_steps():
         train(later)
         assert {method.steps for method in compression.methods()} == {done}
 
-    for rules in ([Quantize(4, start=1)], [Quantize(of="input", start=1)]):
-        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-        model[0].requires_grad_(False)
-        compress(model, {"0": rules})
-        before = model(batches(1)[0])
-        train(torch.optim.SGD(model[1].parameters(), lr=0.0))
-        assert not torch.equal(model(batches(1)[0]), before)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[0].requires_grad_(False)
+    compress(model, {"0": [Quantize(4, start=1)]})
+    before = model(batches(1)[0])
+    train(torch.optim.SGD(model[1].parameters(), lr=0.0))
+    assert not torch.equal(model(batches(1)[0]), before)
 
 
 def staged(scope):
     """A pipeline of two stages, whose weights share a threshold or not"""
     plain = layers()
-    rules = [Prune(0.5, scope=scope), Quantize(of="input", moving=0.5)]
-    compression = compress(plain, {"*": rules})
+    compression = compress(plain, {"*": [Prune(0.5, scope=scope)]})
     mesh = init_device_mesh("cpu", (2, world_size() // 2), mesh_dim_names=("pipeline", "shard"))
     model = Pipeline(plain, mesh, loss_fn=lambda out, y: out.square().mean(), micro_batches=2,
                      stages=[1, 2])
@@ -757,8 +699,7 @@ def resumed(folder, begin, rules):
     for done, x in enumerate(batches(END)[begin:], begin + 1):
         step(model, optimizer, rows(x))
         if done > SAVED:
-            found.append((seen(model), [m.state.tolist() for m in compression.methods(Pruned)],
-                          [m.bounds.tolist() for m in compression.methods(QuantisedInput)]))
+            found.append((seen(model), [m.state.tolist() for m in compression.methods(Pruned)]))
         if done == SAVED:
             save(folder, model, optimizer, step=done)
     return found
@@ -766,8 +707,8 @@ def resumed(folder, begin, rules):
 
 def test_a_run_resumes_in_the_middle_of_a_schedule(tmp_path):
     """
-    On as many ranks to the bit, on another number to the same masks. Breaks if steps, thresholds
-    or ranges are not in a checkpoint.
+    On as many ranks to the bit, on another number to the same masks. Breaks if steps or
+    thresholds are not in a checkpoint.
     Proves `compress`.
     """
     straight = run(resumed, 2, tmp_path, 0, EVERYTHING)[0]
@@ -799,12 +740,9 @@ def test_a_wrong_call_is_refused():
         (layers(), {"2": [Prune()], "*": [Prune()], "2*": [Prune()]}, "another pattern"),
         (layers(), {"2": [Quantize(4, group=3)]}, "splits"),
         (layers(), {"2": [Prune(0.5, "head", heads=3)]}, "splits"),
-        (layers(), {"1.0": [Prune(0.5, "2:4")]}, "splits"),
         (layers(torch.float64), {"2": [Prune()]}, "32 bits"), (tied, {"3": [Prune()]}, "alone"),
         ([nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()], {"*": [Prune(scope="global")]}, "one data"),
         ([nn.Conv2d(4, 4, 1, groups=2)], {"*": [Prune(0.5, "channel")]}, "into groups"),
-        (layers(), {"2": [Prune(0.5, "channel", follows=("1.0",)), Quantize(of="input")]},
-         "a moving range"),
         ([Zero3Layer(nn.Linear(4, 4))], {"*": [Prune()]}, "one that is sharded"),
         ([nn.Linear(2, 2, device="meta")], {"0": [Prune()]}, "meta"),
     ]
@@ -872,9 +810,10 @@ def test_weights_of_eight_bits_may_be_gathered_in_eight_bits():
 
 def test_a_quantised_weight_has_a_width():
     """
-    Proves `Quantised`.
+    Proves `Quantised`, `Quantised.rows`.
     """
-    assert Quantised(Quantize(4, group=2), nn.Linear(4, 3)).width == 2
+    layer = nn.Linear(4, 3)
+    assert Quantised(Quantize(4, group=2), layer).rows(layer.weight).shape == (6, 2)
 
 
 # ---------------------------------------------------------------------------------------- freeing
@@ -886,7 +825,7 @@ def test_a_compressed_weight_is_freed_between_forward_and_backward():
     weight that stays. Before a rule starts, the stored weight itself is computed with, and is left
     alone. Breaks if each layer keeps its compressed weight until backward.
     Proves `Compressed`, `Compressed.forward`, `Compressed.value`, `before_forward`,
-    `after_forward`, `drop_hooks`.
+    `after_forward`.
     """
     torch.manual_seed(0)
     layer = nn.Linear(6, 5)

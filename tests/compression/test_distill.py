@@ -67,7 +67,7 @@ def test_a_student_learns_what_plain_pytorch_would_learn(ranks):
     """
     From the same layers, by the formula; the teacher is gathered once a step, and has no gradient.
     Breaks if a layer starts from a wrong one, or if the squared temperature is missing.
-    Proves `distill`, `Distillation`, `Distillation.__call__`, `distill.outputs`.
+    Proves `distill`, `distill.outputs`.
     """
     mine, theirs = models()
     for layer, index in zip(mine, KEEP, strict=True):

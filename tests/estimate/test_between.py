@@ -10,21 +10,18 @@ from tests.commands import python_m
 from zero3.comm.encodings import Int4, Int8
 from zero3.estimate.between import best, between_bytes, choices, layouts
 from zero3.estimate.formulas import ELEMENT_BYTES
-from zero3.estimate.layouts import Layout
+from zero3.estimate.layouts import Layout, row_bytes
 
 
 def test_a_layout_counts_ranks_and_bytes_as_its_table_says():
     """
     The table at the head of `layouts.py`, and the bytes of 64 elements with their scale.
-    Proves `Layout.groups`, `Layout.shards`, `Layout.divisor`,
-    `Layout.weight_bytes`, `Layout.gradient_bytes`, `Layout`.
+    Proves `Layout.groups`, `Layout.shards`, `Layout.divisor`, `row_bytes`, `Layout`.
     """
     counts = {Layout(4): (1, 4, 4), Layout(2, replicas=2): (2, 2, 4), Layout(2, nodes=2): (2, 4, 4)}
     for layout, expected in counts.items():
         assert expected == (layout.groups, layout.shards, layout.divisor)
-    coded = Layout(2, weights=Int8(), gradients=Int4())
-    assert (coded.weight_bytes(64, 4), coded.gradient_bytes(64, 4)) == (66, 34)
-    assert Layout(2).weight_bytes(64, 4) == Layout(2).gradient_bytes(64, 4) == 256
+    assert [row_bytes(each, 64, 4) for each in (Int8(), Int4(), None)] == [66, 34, 256]
     with pytest.raises(ValueError, match=r"Expected: nodes or replicas. Got: 2 nodes and 2"):
         Layout(1, nodes=2, replicas=2)
 

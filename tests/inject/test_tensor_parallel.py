@@ -37,11 +37,9 @@ from zero3.checkpoint.convert import export
 from zero3.checkpoint.reader import Param, merge_parts, newest
 from zero3.comm.order import Group
 from zero3.comm.parts import WeightPart, part_of
-from zero3.estimate.__main__ import main
-from zero3.estimate.formulas import LayerSpec, Part
 from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import predict
-from zero3.estimate.splitting import Transformer, splittings
+from zero3.estimate.splitting import Transformer
 from zero3.inject import inject, policies, restore
 from zero3.inject.line import Line
 from zero3.inject.sequence import SequenceBorder
@@ -484,35 +482,6 @@ def test_a_step_sends_and_keeps_what_the_estimate_says(shape):
     """
     for measured_bytes, estimated in run(measured, shape[0] * shape[1], shape):
         assert measured_bytes == estimated
-
-
-def test_the_command_line_compares_tensor_sizes(capsys):
-    """
-    The rows are those of `splittings`: one for each size that divides the ranks. Tensor 1 is ZeRO-3
-    alone. Options that do not go with it are refused.
-    Proves `splittings`, `Splitting`, `show_tensor`, `check_args`.
-    """
-    command = ["--params", "7b", "--ranks", "12", "--tensor", "8", "--width", "4096"]
-    main(command)
-    said = capsys.readouterr().out
-    found = splittings(7e9, 12, 8, 4096)
-    assert [each.tensor for each in found] == [1, 2, 3, 4, 6]
-    assert all(each.tensor * each.shards == 12 for each in found)
-    for each in found:
-        # 8 (t - 1) / t for each layer, with t times the tokens, in two bytes.
-        assert each.activation_bytes == 32 * 8 * (each.tensor - 1) * 8192 * 4096 * 2
-        row = [f"{n / 1e9:,.2f}" for n in (each.rest_bytes, each.peak_bytes, each.weight_bytes,
-                                          each.activation_bytes)]
-        assert [f"{each.tensor}", f"{each.shards}", *row] in [
-            line.split()[:6] for line in said.splitlines()]
-    assert found[0].weight_bytes == predict(
-        [LayerSpec((Part(-(-7 * 10**9 // 32), 2, True),))] * 32, 12, stage3=True,
-        by_messages=False).sent_bytes
-    assert "Tensor 2 sends the fewest bytes" in said
-    for wrong in (command[:-2], [*command, "--nodes", "2"], [*command[:5], "13", *command[6:]]):
-        with pytest.raises(SystemExit):
-            main(wrong)
-    assert "--width" in capsys.readouterr().err
 
 
 def generated(which, shape):

@@ -38,7 +38,7 @@ may add the remaining terms of a sum in another order.
 **Run this**: `python -m pytest tests/compression/test_clean.py`.
 
 **Not covered, and what that costs**: pipelines; save a checkpoint, and load it into a model without
-stages. Each rank has the whole model while it cleans it. Inputs in 8 bits are multiplied as floats.
+stages. Each rank has the whole model while it cleans it.
 """
 
 import json
@@ -55,13 +55,12 @@ from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero3.compression.compress import named_modules
-from zero3.compression.freeing import Compressed, drop_hooks
+from zero3.compression.freeing import Compressed
 from zero3.compression.stored import About, Stored, store, unpack
 from zero3.compression.weights import (
     Grid,
     Method,
     PrunedElements,
-    PrunedFours,
     PrunedParts,
     Quantised,
     Weighted,
@@ -73,8 +72,9 @@ from zero3.optimizer.stage3 import plain_paths
 from zero3.sharded import ShardedModel, comm_of
 
 Parts = dict[str, dict[str, torch.Tensor]]
-# Which rows and which columns of a weight are left, bool; `None` for all.
-Cut = list[torch.Tensor | None]
+# Which rows and which columns of a weight are left, bool, or a slice for all.
+Cut = list[torch.Tensor | slice]
+ALL = slice(None)
 _SIZES = (("out_features", "out_channels", "nf", "embedding_dim"),
           ("in_features", "in_channels", "nx", "num_embeddings"))
 
@@ -94,10 +94,9 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     modules = named_modules(model)
     if trained is not None:
         take_over(modules[""], trained)
-    layers = {name: module for name, module in modules.items() if _methods(module)}
-    expect(bool(layers), "clean", "a model with compressed weights", "none, or a model that is "
+    plans = {name: Plan(module) for name, module in modules.items() if _methods(module)}
+    expect(bool(plans), "clean", "a model with compressed weights", "none, or a model that is "
            "clean already", "call `compress` with the rules that it was trained with")
-    plans = {name: Plan(module) for name, module in layers.items()}
     cuts = _cuts(modules)
     for plan in plans.values():
         plan.release()
@@ -123,17 +122,17 @@ def take_over(plain: nn.Module, trained: ShardedModel) -> None:
         mine = getattr(module, "rule", None)
         expect(mine == rules.get(name), f"clean: `{name}`",
                f"the rule of `trained`, {rules.get(name)}", mine, again)
-    buffers = {f"{path}.{name}".strip("."): buffer for module, path in paths.items()
-               for name, buffer in module._buffers.items()}
+    theirs: dict[str, Any] = {
+        f"{path}.{name}".strip("."): buffer for module, path in paths.items()
+        for name, buffer in module._buffers.items()}
     with trained.full_params() as params:
-        theirs = buffers | dict(params)
+        theirs |= params
         for name, tensor in (*plain.named_parameters(), *plain.named_buffers()):
-            found: Any = theirs.get(name)
             mine = (*tensor.shape, tensor.dtype)
-            got = None if found is None else (*found.shape, found.dtype)
+            got = (*theirs[name].shape, theirs[name].dtype) if name in theirs else None
             expect(got == mine, "clean: `trained`", "a sharded model of the same layers and data "
                    f"type, with `{name}` of {mine}", got, again)
-            tensor.copy_(found)
+            tensor.copy_(theirs[name])
 
 
 def _methods(module: Weighted) -> list[Method]:
@@ -160,7 +159,7 @@ class Plan:
         weight = module.parametrizations.weight.original
         # In the order of training.
         for method in _methods(module):
-            if isinstance(method, (PrunedElements, PrunedFours)) and method.count:
+            if isinstance(method, PrunedElements) and method.count:
                 self.kept = method.kept()
             if isinstance(method, Quantised):
                 self.grid = method.grid(weight)
@@ -168,17 +167,16 @@ class Plan:
         if self.grid is not None and self.grid.bits == 1 and bool((weight == 0).any()):
             # A sign of zero has no code.
             self.kept = weight != 0
-        self.column_numel = weight[0, 0].numel()
-        self.row_count = len(weight)
 
     def release(self) -> None:
         """
         ### Make the weight, and the bias, plain parameters
         """
+        for hook in self.module.parametrizations.weight[0].hooks:
+            hook.remove()
         # The bias first, because its mask is that of the weight.
         for name in reversed([*self.module.parametrizations]):
             parametrize.remove_parametrizations(self.module, name)
-        drop_hooks(self.module)
 
     def cut(self, name: str, cut: Cut) -> None:
         """
@@ -188,26 +186,18 @@ class Plan:
             self.kept = _select(self.kept, cut)
         if self.grid is None:
             return
-        rows, columns = cut
-        scales = self.grid.scales.view(self.row_count, -1)  # (rows, groups)
-        groups = None
-        if columns is not None and scales.shape[1] > 1:
-            groups = self._groups(name, columns, scales.shape[1])
-        zeros = self.grid.zeros.view(scales.shape)
-        self.grid = replace(self.grid, scales=_select(scales, [rows, groups]).flatten(),
-                            zeros=_select(zeros, [rows, groups]).flatten())
-
-    def _groups(self, name: str,
-                columns: torch.Tensor,
-                count: int) -> torch.Tensor:
-        """
-        #### Which groups of neighbours are left, `(count,)`
-        """
-        groups = columns.repeat_interleave(self.column_numel).view(count, -1)
-        expect(torch.equal(groups.all(dim=1), groups.any(dim=1)), f"clean: `{name}`",
-               "columns that go together with all that share a scale", "some of a group",
+        scales = self.grid.scales
+        weight = self.module.weight
+        width = weight.numel() // len(scales)
+        # For each element the number of its scale, cut as the elements are.
+        numbers = torch.arange(len(scales), device=scales.device).repeat_interleave(width)
+        numbers = _select(numbers.view(weight.shape), cut)
+        left, counts = numbers.flatten().unique_consecutive(return_counts=True)
+        width = min(width, numbers[0].numel())
+        expect(bool((counts == width).all()), f"clean: `{name}`", "columns that go together with "
+               "all that share a scale", "some of a group",
                "leave `group` out, or let it divide the width of a head")
-        return groups.all(dim=1)
+        self.grid = replace(self.grid, scales=scales[left], zeros=self.grid.zeros[left])
 
     def store(self, name: str) -> None:
         """
@@ -294,8 +284,8 @@ def _add_cut(cuts: dict[str, Cut],
            f"a layer with {len(kept)} of them, and without groups",
            None if weight is None else f"a weight of {tuple(weight.shape)}",
            "look at `follows`, at the names and at the shapes")
-    cut = cuts.setdefault(name, [None, None])
-    expect(cut[along] is None, f"clean: the {kind} of `{name}`", "one rule that removes them",
+    cut = cuts.setdefault(name, [ALL, ALL])
+    expect(cut[along] is ALL, f"clean: the {kind} of `{name}`", "one rule that removes them",
            "two", "leave one of the rules out")
     cut[along] = kept
 
@@ -304,9 +294,7 @@ def _select(weight: torch.Tensor, cut: Cut) -> torch.Tensor:
     """
     #### The rows and columns that are left
     """
-    rows, columns = cut
-    weight = weight if rows is None else weight[rows]
-    return weight if columns is None else weight[:, columns]
+    return weight[cut[0]][:, cut[1]]
 
 
 def _cut(name: str,
@@ -318,11 +306,11 @@ def _cut(name: str,
     """
     if plan is not None:
         plan.cut(name, cut)
-    trains = module.weight.requires_grad
-    module.weight = nn.Parameter(_select(module.weight.detach(), cut), trains)
-    outputs = cut[axes(module)[0]]
-    if outputs is not None and getattr(module, "bias", None) is not None:
-        module.bias = nn.Parameter(module.bias.detach()[outputs], trains)
+    weight = module.weight
+    module.weight = nn.Parameter(_select(weight.detach(), cut), weight.requires_grad)
+    bias = getattr(module, "bias", None)
+    if bias is not None:
+        module.bias = nn.Parameter(bias.detach()[cut[axes(module)[0]]], bias.requires_grad)
     for axis, attributes in zip(axes(module), _SIZES, strict=True):
         for attribute in attributes:
             if hasattr(module, attribute):
@@ -345,18 +333,15 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     modules = named_modules(model)
     expect(not any(map(_methods, modules.values())), "write", "a cleaned model", "a compressed "
            "one", "call `clean` first")
-    weights: dict[str, About] = {}
-    numbers: dict[str, int] = {}
-    for prefix, module in modules.items():
-        if isinstance(module, Stored):
-            weights[_file_name(prefix, "").removesuffix(".")] = module.about
-        else:
-            numbers |= {f"{prefix}.{key}": value for key, value in vars(module).items()
-                        if type(value) is int and not key.startswith("_")}
+    weights = {_file_name(prefix, "").removesuffix("."): module.about
+               for prefix, module in modules.items() if isinstance(module, Stored)}
+    numbers = {f"{prefix}.{key}": value for prefix, module in modules.items()
+               for key, value in vars(module).items()
+               if type(value) is int and not key.startswith("_")}
     tensors = {name: tensor.detach().clone().contiguous()
                for name, _, _, tensor in _tensors(modules)}
-    about = json.dumps({"weights": weights, "numbers": numbers})
-    save_tensors(Path(path), tensors, {"zero3": about})
+    save_tensors(Path(path), tensors,
+                 {"zero3": json.dumps({"weights": weights, "numbers": numbers})})
 
 
 @torch.no_grad()
@@ -364,8 +349,7 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     """
     ## Load a file of `write` into a plain model, in place
 
-    * `model` is as it was before `compress`. If inputs are rounded, call `compress` with the rules
-      of inputs first
+    * `model` is as it was before `compress`
 
     Raises `ValueError` if the file is not one of `write`, or if it has other names than the model.
     """
@@ -374,15 +358,15 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     places = {name: (module, key, tensor) for name, module, key, tensor in _tensors(modules)}
     expect(parts.keys() == places.keys(), f"read: {path}", "the names of the model",
            f"others, {sorted(parts.keys() ^ places.keys())}", "build the model as it was before "
-           "`compress`; if inputs are rounded, call `compress` with the rules of inputs alone")
+           "`compress`")
     for name, (module, key, old) in places.items():
         found = {part: tensor.to(old.device) for part, tensor in parts[name].items()}
         if name in weights:
             _put(module, found.pop("codes"), Stored(weights[name], **found))
-        elif isinstance(old, nn.Parameter):
-            setattr(module, key, nn.Parameter(found[""], old.requires_grad))
         else:
-            setattr(module, key, found[""])
+            is_param = isinstance(old, nn.Parameter)
+            setattr(module, key,
+                    nn.Parameter(found[""], old.requires_grad) if is_param else found[""])
     for name, number in numbers.items():
         prefix, _, key = name.rpartition(".")
         if hasattr(modules.get(prefix), key):
@@ -452,13 +436,12 @@ def measure(model: nn.Module,
     """
     with FlopCounterMode(display=False) as counter:
         model(example)
-    tensors = [*model.parameters(), *model.buffers()]
-    left = sum(p.numel() for p in model.parameters())
-    for module in model.modules():
-        if isinstance(module, Stored):
-            left += (module.shape.numel() if module.mask is None
-                     else int(unpack(module.mask, 1).sum()))
-    return Size(sum(t.nbytes for t in tensors), left, counter.get_total_flops() // 2, loss)
+    nbytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    stored = [module for module in model.modules() if isinstance(module, Stored)]
+    left = [*(p.numel() for p in model.parameters()),
+            *(each.shape.numel() if each.mask is None else int(unpack(each.mask, 1).sum())
+              for each in stored)]
+    return Size(nbytes, sum(left), counter.get_total_flops() // 2, loss)
 
 
 def table(before: Size, after: Size) -> str:

@@ -18,7 +18,6 @@ one.
 |---|---|---|
 | steps | one more | |
 | thresholds of elements | count the keys of its own shards | counts, `thresholds.py` |
-| ranges of inputs | the least and the greatest since the last step | 8 bytes for each input |
 | everything else | made from the gathered weight | |
 
 Take the weights 0.1, −0.7 on rank 0 and 0.4, −0.2 on rank 1, with the sparsity one half. Both
@@ -40,7 +39,6 @@ elements, because the ranks would count other numbers than they compute with. A 
 scale skips counts as one.
 """
 
-import inspect
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -51,21 +49,18 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from zero3.compression.freeing import Compressed, after_forward, before_forward
+from zero3.compression.freeing import Compressed
 from zero3.compression.rules import Prune, Quantize
-from zero3.compression.thresholds import key_bits, kth_keys, layer_of, own_keys
+from zero3.compression.thresholds import kth_keys, layer_of, layers_of, own_keys
 from zero3.compression.weights import (
     Method,
     PrunedBias,
     PrunedElements,
-    PrunedFours,
     PrunedParts,
     Quantised,
-    QuantisedInput,
     Weighted,
     axis_of,
 )
-from zero3.guards.moments import Guarded
 from zero3.guards.options import expect
 from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.stage3 import Zero3Optimizer
@@ -75,6 +70,8 @@ from zero3.sharded import Sharded, ShardedModel
 Rule = Prune | Quantize
 Rules = dict[str, list[Rule]]
 MOST_SHARED = 2**31 - 1
+# In the order in which they are applied.
+ORDER: tuple[type[Method], ...] = (PrunedElements, PrunedParts, Quantised)
 
 
 def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compression":
@@ -110,12 +107,14 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
         _check_shared([*matched.values()], of_pattern)
         matches.append(([*matched.values()], of_pattern))
     methods: list[Method] = []
-    groups: list[list[PrunedElements]] = []
     for modules, of_pattern in matches:
         added = [method for module in modules for method in _add(module, of_pattern)]
-        groups += _groups(added)
+        sharers = [method for method in added
+                   if isinstance(method, PrunedElements) and method.rule.scope == "global"]
+        for pruned in sharers:
+            pruned.sharers = sharers
         methods += added
-    compression = Compression(found[""], methods, groups)
+    compression = Compression(found[""], methods)
     compression.find_thresholds()
     return compression
 
@@ -151,16 +150,12 @@ class Compression:
     ## The record of a call of `compress`
     """
 
-    def __init__(self, model: nn.Module, methods: list[Method],
-                 groups: list[list[PrunedElements]]):
+    def __init__(self, model: nn.Module, methods: list[Method]):
         """
         ### Follow the steps of optimizers
-
-        * `groups` are the prunings whose elements share a threshold
         """
         self.model = model
         self.all_methods = methods
-        self.groups = groups
         self.taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary())
         self.most_taken = 0
@@ -176,7 +171,7 @@ class Compression:
             self.follow(optimizer)
 
     def __getstate__(self) -> tuple:
-        return self.model, self.all_methods, self.groups
+        return self.model, self.all_methods
 
     def __setstate__(self, state: tuple) -> None:
         Compression.__init__(self, *state)
@@ -187,11 +182,19 @@ class Compression:
         """
         yield from (method for method in self.all_methods if isinstance(method, kind))
 
+    @property
+    def groups(self) -> list[list[PrunedElements]]:
+        """
+        ### The prunings whose elements share a threshold
+        """
+        return [*{id(pruned.sharers): pruned.sharers
+                  for pruned in self.methods(PrunedElements)}.values()]
+
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """
         ### Whether an optimizer trains a parameter of the model, or its shard
         """
-        layers = _layers_of(_params(self.model))
+        layers = layers_of(_params(self.model))
         if isinstance(optimizer, Zero3Optimizer):
             return any(layer.reducer in optimizer.buckets for layer in layers)
         shards = [flat.shard for layer in layers if not isinstance(layer.reducer, Bucket)
@@ -216,14 +219,13 @@ class Compression:
     @torch.no_grad()
     def advance(self) -> None:
         """
-        ### One more step: find thresholds and ranges anew
+        ### One more step: find thresholds anew
 
         All ranks must call this.
         """
         for method in self.methods():
             method.state[0] += 1
         self.find_thresholds()
-        self._move_ranges()
 
     @torch.no_grad()
     def find_thresholds(self) -> None:
@@ -235,7 +237,7 @@ class Compression:
         groups = [group for group in self.groups if group[0].count]
         if not groups:
             return
-        layers = _layers_of(pruned.original for group in groups for pruned in group)
+        layers = layers_of(pruned.original for group in groups for pruned in group)
 
         def total(counts: torch.Tensor) -> torch.Tensor:
             if not layers:
@@ -249,37 +251,12 @@ class Compression:
         keys = [torch.cat([own[pruned] for pruned in group]) for group in groups]
         lists = [torch.full_like(each, number) for number, each in enumerate(keys)]
         counts = [group[0].count for group in groups]
-        found = kth_keys(torch.cat(keys), torch.cat(lists), counts, key_bits(groups), total)
+        bits = max(8 * group[0].original.dtype.itemsize + group[0].units().bit_length()
+                   for group in groups)
+        found = kth_keys(torch.cat(keys), torch.cat(lists), counts, bits, total)
         for group, threshold in zip(groups, found, strict=True):
             for pruned in group:
                 pruned.state[1] = threshold
-
-    def _move_ranges(self) -> None:
-        """
-        #### Move the ranges of inputs towards those that all ranks have seen since the last step
-
-        All-gather of two numbers for each input.
-        """
-        inputs = [each for each in self.methods(QuantisedInput) if each.rule.moving is not None]
-        if not inputs:
-            return
-        seen = torch.stack([each.seen for each in inputs])  # (inputs, 2)
-        seen[:, 0].neg_()
-        layers = _layers_of(_params(self.model))
-        if layers:
-            layer = layers[0]
-            rows = layer.comm.numbers(layer, seen.view(-1)).amax(dim=0)
-            seen = layer.comm.over_stages(layer, rows).amax(dim=0).view_as(seen)
-        seen[:, 0].neg_()
-        for each, new in zip(inputs, seen, strict=True):
-            each.move(new)
-
-
-def _layers_of(params: Iterable[torch.Tensor]) -> list[Guarded]:
-    """
-    #### The sharded layers of these parameters; none in a plain model
-    """
-    return [*dict.fromkeys(layer for layer in map(layer_of, params) if layer is not None)]
 
 
 # ------------------------------------------------------------------------------------ put in place
@@ -296,16 +273,8 @@ def _check(name: str,
            and all(isinstance(rule, (Prune, Quantize)) for rule in rules),
            f"compress: the rules of `{name}`", "a list of `Prune` and `Quantize`", repr(rules),
            "pass one", TypeError)
-    kinds = [_order(rule) for rule in rules]
-    expect(len({*kinds}) == len(kinds), f"compress: the rules of `{name}`", "one of each kind",
-           rules, "leave one of them out")
-    # `clean` removes channels from the input, and so from the range of a batch.
-    removes = any(isinstance(rule, Prune) and rule.kind != "row" and rule.follows for rule in rules)
-    jumps = any(isinstance(rule, Quantize) and rule.of == "input" and rule.moving is None
-                for rule in rules)
-    expect(not (removes and jumps), f"compress: the rules of `{name}`", "inputs with a moving "
-           "range, if channels or heads are removed", rules, "pass `moving=0.9`, or leave "
-           "`follows` out")
+    expect(len({*map(_class_of, rules)}) == len(rules), f"compress: the rules of `{name}`",
+           "one of each kind", rules, "leave one of them out")
     weight = module.weight
     expect(not weight.is_meta, f"compress: `{name}`", "a weight with values", "one on the meta "
            "device", "build the layer first")
@@ -322,14 +291,13 @@ def _check_shared(modules: list[Weighted], rules: list[Rule]) -> None:
     """
     #### Refuse weights that cannot share a threshold
     """
-    if not any(isinstance(rule, Prune) and rule.scope == "global" for rule in rules):
-        return
+    shares = any(isinstance(rule, Prune) and rule.scope == "global" for rule in rules)
     dtypes = {module.weight.dtype for module in modules}
-    expect(len(dtypes) == 1, "compress: a global threshold", "weights of one data type, because "
-           "their bits are compared", dtypes, "use several patterns, or `scope=\"layer\"`")
     numel = sum(module.weight.numel() for module in modules)
-    expect(numel <= MOST_SHARED, "compress: a global threshold", f"at most {MOST_SHARED:,} "
-           "elements", f"{numel:,}", "use several patterns, or `scope=\"layer\"`")
+    expect(not shares or (len(dtypes) == 1 and numel <= MOST_SHARED),
+           "compress: a global threshold", "weights of one data type, because their bits are "
+           f"compared, with at most {MOST_SHARED:,} elements", f"{numel:,} of {dtypes}",
+           "use several patterns, or `scope=\"layer\"`")
 
 
 def _suits(rule: Rule, module: Weighted) -> bool:
@@ -337,85 +305,34 @@ def _suits(rule: Rule, module: Weighted) -> bool:
     #### Whether the shape and the data type of a weight allow a rule
     """
     weight = module.weight
-    row_numel = weight[0].numel()
     if isinstance(rule, Quantize):
-        return row_numel % (rule.group or 1) == 0
+        return weight[0].numel() % (rule.group or 1) == 0
     if rule.kind == "element":
         return weight.element_size() <= 4
-    if rule.kind == "2:4":
-        return row_numel % 4 == 0
     axis = axis_of(rule, module)
     # The second axis of a convolution in groups is that of one group.
     is_whole = axis == 0 or getattr(module, "groups", 1) == 1
     return is_whole and weight.shape[axis] % (rule.heads or 1) == 0
 
 
-def _order(rule: Rule) -> int:
-    """
-    #### The place of a rule among those of a layer
-    """
-    if isinstance(rule, Quantize):
-        return 2 if rule.of == "weight" else 3
-    return int(rule.kind in ("row", "channel", "head"))
-
-
 def _add(module: Weighted, rules: list[Rule]) -> list[Method]:
     """
     #### Put rules on one layer
     """
-    methods = [_class_of(rule)(rule, module) for rule in sorted(rules, key=_order)]
-    of_weight = [method for method in methods if not isinstance(method, QuantisedInput)]
-    if len(of_weight) < len(methods):
-        module.compressed_input = methods[-1]
-        module.register_forward_pre_hook(_round_input, with_kwargs=True)
-    if of_weight:
-        _add_to_weight(module, of_weight)
+    methods = [kind(rule, module) for kind in ORDER for rule in rules if _class_of(rule) is kind]
+    parametrize.register_parametrization(
+        module, "weight", Compressed(methods, module), unsafe=True)
+    has_bias = getattr(module, "bias", None) is not None
+    for method in methods:
+        if has_bias and isinstance(method, PrunedParts) and method.rule.kind == "row":
+            parametrize.register_parametrization(module, "bias", PrunedBias(method), unsafe=True)
     return methods
 
 
 def _class_of(rule: Rule) -> type[Method]:
     """
-    #### What a rule does to a module's weight, or to its input
+    #### What a rule does to a module's weight
     """
     if isinstance(rule, Quantize):
-        return Quantised if rule.of == "weight" else QuantisedInput
-    return {"element": PrunedElements, "2:4": PrunedFours}.get(rule.kind, PrunedParts)
-
-
-def _add_to_weight(module: Weighted, methods: list[Method]) -> None:
-    """
-    #### Compute with what these methods make of the weight
-    """
-    parametrize.register_parametrization(module, "weight", Compressed(methods), unsafe=True)
-    module.register_forward_pre_hook(before_forward)
-    # Also if it fails.
-    module.register_forward_hook(after_forward, always_call=True)
-    has_bias = getattr(module, "bias", None) is not None
-    for method in methods:
-        if has_bias and isinstance(method, PrunedParts) and method.rule.kind == "row":
-            parametrize.register_parametrization(module, "bias", PrunedBias(method), unsafe=True)
-
-
-def _round_input(module: Weighted, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """
-    #### A hook before the forward pass of a layer
-    """
-    if args:
-        return (module.compressed_input(args[0]), *args[1:]), kwargs
-    name = next(iter(inspect.signature(module.forward).parameters))
-    return args, kwargs | {name: module.compressed_input(kwargs[name])}
-
-
-def _groups(methods: list[Method]) -> list[list[PrunedElements]]:
-    """
-    #### The prunings of one pattern whose elements share a threshold
-    """
-    pruned = [method for method in methods if isinstance(method, PrunedElements)]
-    if not pruned or pruned[0].rule.scope == "layer":
-        return [[each] for each in pruned]
-    numel = sum(each.shape.numel() for each in pruned)
-    first = 0
-    for each in pruned:
-        each.share(first, numel)
-        first += each.shape.numel()
-    return [pruned]
+        return Quantised
+    return PrunedElements if rule.kind == "element" else PrunedParts

@@ -39,7 +39,6 @@ outputs that are compared stay in memory until the loss is there.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -51,6 +50,8 @@ from zero3.layer import Zero3Sequential
 from zero3.sharded import Sharded
 
 Chain = Zero3Sequential | nn.Sequential
+Task = Callable[[torch.Tensor], torch.Tensor]
+Loss = Callable[[torch.Tensor, Task], torch.Tensor]
 
 
 def distill(student: Chain,
@@ -58,7 +59,7 @@ def distill(student: Chain,
             keep: list[int], *,
             logits: float = 0.5,
             hidden: float = 0.0,
-            temperature: float = 2.0) -> "Distillation":
+            temperature: float = 2.0) -> Loss:
     r"""
     ## Start a student from layers of its teacher
 
@@ -70,8 +71,10 @@ def distill(student: Chain,
     * `logits` is $\alpha$, from 0 to 1, and `hidden` is $\beta$
     * `temperature` is $T$
 
-    Returns the loss, a function. Raises `TypeError` for models that are no chains, and `ValueError`
-    for impossible numbers, or if layers do not have the same parameters.
+    Returns the loss, a function of this rank's batch and of the task's loss, which itself is one of
+    the student's outputs, `(..., classes)`. All ranks call it together. Raises `TypeError` for
+    models that are no chains, and `ValueError` for impossible numbers, or if layers do not have the
+    same parameters.
     """
     for model in (student, teacher):
         expect(isinstance(model, (Zero3Sequential, nn.Sequential)), "distill", "two chains, each "
@@ -85,55 +88,35 @@ def distill(student: Chain,
            f"{logits}, {hidden} and {temperature}", "pass such numbers")
     for layer, index in zip(mine, keep, strict=True):
         _copy(layer, theirs[index])
-    compressions = {m.compression: None for m in student.modules() if isinstance(m, Method)}
-    for compression in compressions:
+    for compression in dict.fromkeys(
+            each.compression for each in student.modules() if isinstance(each, Method)):
         # The thresholds were those of other weights.
         compression.find_thresholds()
     teacher.requires_grad_(False)
     teacher.eval()
-    return Distillation(student, teacher, keep, logits, hidden, temperature)
 
-
-@dataclass(eq=False)
-class Distillation:
-    """
-    ## The loss of a student, with the numbers of `distill`
-    """
-
-    student: Chain
-    teacher: Chain
-    keep: list[int]
-    logits: float
-    hidden: float
-    temperature: float
-
-    def __call__(self, x: torch.Tensor, task: Callable[[torch.Tensor], torch.Tensor]
-                 ) -> torch.Tensor:
-        """
-        ### Compute both models, and the loss of the student
-
-        * `x` is this rank's batch
-        * `task` is the loss of the student's outputs, `(..., classes)`
-
-        All ranks call it together.
-        """
+    def teaching(x: torch.Tensor, task: Task) -> torch.Tensor:
         with torch.no_grad():
-            theirs = [*outputs(self.teacher, x)]
-        mine = [*outputs(self.student, x)]
-        loss = (1 - self.logits) * task(mine[-1])
-        learnt, taught = (
-            (each[-1].flatten(0, -2).float() / self.temperature)
-            .log_softmax(dim=-1)
-            for each in (mine, theirs))
-        distance = F.kl_div(learnt, taught, log_target=True, reduction="batchmean")
-        loss = loss + self.logits * self.temperature**2 * distance
-        if self.hidden:
-            pairs = list(zip(mine[:-1],
-                             [theirs[i] for i in self.keep[:-1]],
-                             strict=True))
-            apart = sum(F.mse_loss(a, b) for a, b in pairs)
-            loss = loss + self.hidden * apart / max(1, len(pairs))
+            theirs = [*outputs(teacher, x)]
+        mine = [*outputs(student, x)]
+        loss = (1 - logits) * task(mine[-1])
+        loss = loss + logits * temperature**2 * _distance(mine[-1], theirs[-1], temperature)
+        if hidden:
+            apart = [F.mse_loss(output, theirs[index])
+                     for output, index in zip(mine[:-1], keep[:-1], strict=True)]
+            loss = loss + hidden * sum(apart) / max(1, len(apart))
         return loss
+
+    return teaching
+
+
+def _distance(learnt: torch.Tensor, taught: torch.Tensor, temperature: float) -> torch.Tensor:
+    """
+    #### The distance of the probabilities
+    """
+    mine, theirs = ((each.flatten(0, -2).float() / temperature).log_softmax(dim=-1)
+                    for each in (learnt, taught))
+    return F.kl_div(mine, theirs, log_target=True, reduction="batchmean")
 
 
 def outputs(model: Chain, x: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -186,6 +169,5 @@ def _whole(layer: nn.Module, writeback: bool = False
     """
     #### The parameters of a layer, whole while the block runs
     """
-    if isinstance(layer, Sharded):
-        return layer.full_params(writeback)
-    return nullcontext(dict(layer.named_parameters()))
+    return (layer.full_params(writeback) if isinstance(layer, Sharded) else
+            nullcontext(dict(layer.named_parameters())))

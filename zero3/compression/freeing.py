@@ -53,8 +53,14 @@ class Compressed(nn.Sequential):
     ## A weight, as its rules make it of the stored one
     """
 
-    def __init__(self, methods: list[Method]):
+    def __init__(self, methods: list[Method], module: nn.Module):
+        """
+        ### Free the weight of a module when it has computed
+        """
         super().__init__(*methods)
+        self.hooks = [module.register_forward_pre_hook(before_forward),
+                      # Also if it fails.
+                      module.register_forward_hook(after_forward, always_call=True)]
         # The weights that were made since the forward of the module began; `None` outside of it.
         self.made: list[torch.Tensor] | None = None
 
@@ -106,16 +112,6 @@ def after_forward(module: Any, args: object, output: object) -> None:
         computed.register_prehook(partial(_fill, module, place))
         weight.register_hook(partial(_free, place))
         _free(place)
-
-
-def drop_hooks(module: nn.Module) -> None:
-    """
-    ## Take the two hooks from a module whose weight is compressed no longer
-    """
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for number in [number for number, hook in hooks.items()
-                       if hook in (before_forward, after_forward)]:
-            del hooks[number]
 
 
 @torch.no_grad()

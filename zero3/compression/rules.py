@@ -26,7 +26,7 @@ $s_1 = \frac12$, $t_0 = 0$ and $t_1 = 4$ it is 0, 0.29, 0.44, 0.49, 0.5.
 **Run this**: `python -m pytest tests/compression/test_compression.py -k schedule`.
 
 **Not covered, and what that costs**: a schedule that looks at the loss. Choose the end early
-enough, so that training goes on with the final sparsity and bits.
+enough, so that training goes on with the final sparsity and bits. Inputs of layers are not rounded.
 """
 
 import math
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from zero3.guards.options import MOST, expect, whole
 
-KINDS = ("element", "2:4", "row", "channel", "head")
+KINDS = ("element", "row", "channel", "head")
 
 
 def progress(step: int, start: int, end: int | None) -> float:
@@ -51,15 +51,12 @@ class Quantize:
     """
     ## Compute with fewer bits
 
-    * `bits` of a weight are 8, 4, 2 or 1; those of an input are 8
+    * `bits` are 8, 4, 2 or 1
     * `group` is how many neighbours of a row share a scale; left out, a whole row does
     * `symmetric` values are multiples of a scale on both sides of zero; otherwise zero may be
       anywhere in the range
     * `start` is the optimizer's step from which weights are rounded. At `end` the bits have fallen
       from `start_bits` to `bits`; left out, they are `bits` from the start
-    * `of` is "weight" or "input"
-    * `moving` is for inputs: how much of the old range stays at each step, from 0 to below 1.
-      Left out, each batch has a range of its own
 
     Raises `ValueError` for anything else.
     """
@@ -70,19 +67,13 @@ class Quantize:
     start: int = 0
     end: int | None = None
     start_bits: int | None = None
-    of: str = "weight"
-    moving: float | None = None
 
     def __post_init__(self) -> None:
         _check_steps("Quantize", self.start, self.end)
-        is_input = self.of == "input"
-        expect(self.of in ("weight", "input"), "Quantize: `of`", "weight or input", repr(self.of),
-               "pass one of the two")
-        expect(whole(self.bits, 1, 8) and self.bits in ((8,) if is_input else (8, 4, 2, 1)),
-               "Quantize: `bits`", "8 for inputs; 8, 4, 2 or 1 for weights", repr(self.bits),
-               "pass one of these")
-        expect(self.group is None or (whole(self.group, 1) and not is_input), "Quantize: `group`",
-               "a number of neighbours in a row of a weight", repr(self.group),
+        expect(whole(self.bits, 1, 8) and self.bits in (8, 4, 2, 1), "Quantize: `bits`",
+               "8, 4, 2 or 1", repr(self.bits), "pass one of these")
+        expect(self.group is None or whole(self.group, 1), "Quantize: `group`", "a number of "
+               "neighbours in a row of a weight", repr(self.group),
                "pass such a number, or leave it out")
         expect(self.symmetric or self.bits > 1, "Quantize: `symmetric`", "True for 1 bit, which "
                "is a sign", self.symmetric, "pass `symmetric=True`, or more bits")
@@ -90,8 +81,6 @@ class Quantize:
                                            and self.end is not None),
                "Quantize: `start_bits`", f"from {self.bits} to 8, and an `end`",
                f"{self.start_bits!r} and the end {self.end}", "pass both, or leave both out")
-        expect(self.moving is None or (is_input and 0 <= self.moving < 1), "Quantize: `moving`",
-               "from 0 to below 1, for inputs", repr(self.moving), "pass 0.9, or leave it out")
 
     def bits_at(self, step: int) -> int | None:
         """
@@ -109,8 +98,8 @@ class Prune:
     ## Compute with fewer elements
 
     * `sparsity` is the part that is pruned, from 0 to below 1
-    * `kind` is "element"; "2:4", the two smaller ones of each four neighbours; "row", an output of
-      the layer with its bias; "channel", an input; or "head", a block of inputs
+    * `kind` is "element"; "row", an output of the layer with its bias; "channel", an input; or
+      "head", a block of inputs
     * `start` and `end` are steps of the optimizer; without `end` the sparsity is reached at once
     * `scope` is "layer", or "global" for elements: then all weights of the rule share one threshold
     * `regrow` gives pruned elements the gradient that they would have if they were left
@@ -136,8 +125,7 @@ class Prune:
         _check_steps("Prune", self.start, self.end)
         expect(self.kind in KINDS, "Prune: `kind`", f"one of {KINDS}", repr(self.kind),
                "pass one of these")
-        expect(0 <= self.sparsity < 1 and (self.kind != "2:4" or self.sparsity == 0.5),
-               "Prune: `sparsity`", "from 0 to below 1, and 0.5 for 2:4", self.sparsity,
+        expect(0 <= self.sparsity < 1, "Prune: `sparsity`", "from 0 to below 1", self.sparsity,
                "pass the part to prune")
         expect(self.scope == "layer" or (self.scope == "global" and self.kind == "element"),
                "Prune: `scope`", '"layer", or "global" for elements', repr(self.scope),
@@ -148,7 +136,7 @@ class Prune:
         for name in ("follows", "counts"):
             expect(isinstance(getattr(self, name), tuple), f"Prune: `{name}`", "a tuple of names",
                    repr(getattr(self, name)), 'pass one, `("second",)` for instance')
-        expect(not self.follows or self.kind in ("row", "channel", "head"), "Prune: `follows`",
+        expect(not self.follows or self.kind != "element", "Prune: `follows`",
                "layers that follow rows, channels or heads", self.follows, "leave it out")
 
     def sparsity_at(self, step: int) -> float:

@@ -36,7 +36,7 @@ tests/compression/test_compression.py -k threshold`.
 after each step of the optimizer, because the weights have changed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -93,53 +93,37 @@ def own_keys(prunings: list[PrunedElements]) -> dict[PrunedElements, torch.Tenso
     ## The keys of the elements that this rank has: `(n,)` int64 of each weight
     """
     found = {}
-    sharded: dict[Guarded, dict[int, PrunedElements]] = {}
+    by_param = {id(pruned.original): pruned for pruned in prunings}
     for pruned in prunings:
-        layer = layer_of(pruned.original)
-        if layer is None:
-            found[pruned] = pruned.keys(pruned.original.detach().reshape(-1))
-        else:
-            sharded.setdefault(layer, {})[id(pruned.original)] = pruned
-    for layer, by_param in sharded.items():
-        found |= _keys_in_shards(layer, by_param)
+        whole = pruned.original
+        # A sharded layer has its own in its shards, or none if it is of another stage.
+        found[pruned] = pruned.keys(whole.detach().reshape(-1) if layer_of(whole) is None else
+                                    torch.empty(0, dtype=whole.dtype, device=whole.device))
+    for layer in layers_of(pruned.original for pruned in prunings):
+        layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
+                     "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
+                     "channels or heads; or leave `weights` out of `Links`")
+        for flat in layer.flats:
+            slots = [slot for slot in flat.slots if id(slot.param) in by_param]
+            if not slots:
+                continue
+            begin = layer.comm.rank * len(flat.shard)
+            shard = flat.storage.load()
+            for slot in slots:
+                first = min(max(begin, slot.offset), slot.end)
+                last = max(min(begin + len(shard), slot.end), first)
+                values = shard[first - begin : last - begin].to(layer.device)
+                pruned = by_param[id(slot.param)]
+                found[pruned] = pruned.keys(values, first - slot.offset)
+            flat.storage.release()
     return found
 
 
-def _keys_in_shards(layer: Guarded, by_param: dict[int, PrunedElements]
-                    ) -> dict[PrunedElements, torch.Tensor]:
+def layers_of(params: Iterable[torch.Tensor]) -> list[Guarded]:
     """
-    #### The keys of the elements that are in this rank's shards of a layer
-
-    * `by_param` has what each weight is pruned by
+    ## The sharded layers of these parameters; none in a plain model
     """
-    layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
-                 "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
-                 "channels, heads or 2:4; or leave `weights` out of `Links`")
-    # For a layer of another stage of a pipeline.
-    nothing = torch.empty(0, dtype=torch.int64, device=layer.device)
-    found = dict.fromkeys(by_param.values(), nothing)
-    for flat in layer.flats:
-        slots = [slot for slot in flat.slots if id(slot.param) in by_param]
-        if not slots:
-            continue
-        begin = layer.comm.rank * len(flat.shard)
-        shard = flat.storage.load()
-        for slot in slots:
-            first = min(max(begin, slot.offset), slot.end)
-            last = max(min(begin + len(shard), slot.end), first)
-            values = shard[first - begin : last - begin].to(layer.device)
-            pruned = by_param[id(slot.param)]
-            found[pruned] = pruned.keys(values, first - slot.offset)
-        flat.storage.release()
-    return found
-
-
-def key_bits(groups: list[list[PrunedElements]]) -> int:
-    """
-    ## The bits of the longest key
-    """
-    return max(8 * pruned.original.dtype.itemsize + pruned.place_bits
-               for group in groups for pruned in group)
+    return [*dict.fromkeys(layer for layer in map(layer_of, params) if layer is not None)]
 
 
 def layer_of(param: torch.Tensor) -> Guarded | None:

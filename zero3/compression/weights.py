@@ -19,7 +19,7 @@ have the keys
 $$001\,00 = 4 \qquad 111\,01 = 29 \qquad 100\,10 = 18 \qquad 001\,11 = 7$$
 
 No two keys are equal, so exactly one threshold prunes two of four: all keys up to 7.
-`thresholds.py` finds it without gathering the weight. Rows, channels, heads and 2:4 need none.
+`thresholds.py` finds it without gathering the weight. Rows, channels and heads need none.
 
 **Gradients.** A pruned element gets no gradient. With `regrow` it gets the one that it would have
 if it were left, as in [Learning N:M Fine-grained Structured Sparse
@@ -33,15 +33,13 @@ Gradients](https://arxiv.org/abs/1308.3432).
 a moment. Weights of fp64 have no keys.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero3.compression.rules import Prune, Quantize
-from zero3.guards.options import expect
+from zero3.compression.rules import Prune
 
 Weighted = Any
 _INTEGERS = {
@@ -54,7 +52,7 @@ NOTHING = -1
 
 class Method(nn.Module):
     """
-    ## What a rule does to one weight or input, and how far its schedule is
+    ## What a rule does to one weight, and how far its schedule is
 
     `state`, a buffer, has the number of the optimizer's steps, and the threshold.
     """
@@ -172,21 +170,14 @@ class PrunedElements(Pruned):
         ### Prune elements of a weight
         """
         super().__init__(rule, module)
-        self.share(0, module.weight.numel())
-
-    def share(self, first: int, numel: int) -> None:
-        """
-        ### Number the elements, among all those that share a threshold
-        """
-        self.first = first
-        self.shared_numel = numel
-        self.place_bits = numel.bit_length()
+        # Whose elements share its threshold, in the order in which they are numbered.
+        self.sharers = [self]
 
     def units(self) -> int:
         """
         ### How many elements share the threshold
         """
-        return self.shared_numel
+        return sum(each.shape.numel() for each in self.sharers)
 
     @torch.no_grad()
     def kept(self) -> torch.Tensor:
@@ -203,28 +194,12 @@ class PrunedElements(Pruned):
         * `values` are `(n,)`, a part of the stored weight
         * `first` is the place of the first of them in this weight
         """
-        first += self.first
+        first += sum(each.shape.numel() for each in self.sharers[: self.sharers.index(self)])
         integer = _INTEGERS[values.dtype]
         bits = values.detach().contiguous().view(integer).long()
         bits &= torch.iinfo(integer).max  # no sign
         places = torch.arange(first, first + len(bits), device=bits.device)
-        return (bits << self.place_bits) | places
-
-
-class PrunedFours(Pruned):
-    """
-    ## Two of each four neighbours
-    """
-
-    @torch.no_grad()
-    def kept(self) -> torch.Tensor:
-        """
-        ### The larger two
-        """
-        order = self.original.abs().reshape(-1, 4).argsort(
-            dim=1, descending=True, stable=True)
-        kept = torch.ones_like(order, dtype=torch.bool)
-        return kept.scatter_(1, order[:, 2:], False).view(self.shape)
+        return (bits << self.units().bit_length()) | places
 
 
 class PrunedParts(Pruned):
@@ -245,19 +220,14 @@ class PrunedParts(Pruned):
         """
         return self.rule.heads or self.shape[self.axis]
 
-    def sizes(self, weight: torch.Tensor) -> torch.Tensor:
-        """
-        ### The sum of magnitudes of each, `(units,)` fp64
-        """
-        parts = weight.detach().abs().transpose(0, self.axis)
-        return parts.reshape(self.units(), -1).sum(dim=1, dtype=torch.float64)
-
     @torch.no_grad()
     def kept_units(self) -> torch.Tensor:
         """
         ### Which rows, channels or heads are left: `(units,)` bool
         """
-        sizes = self.sizes(self.original)
+        parts = self.original.abs().transpose(0, self.axis).reshape(self.units(), -1)
+        # The sum of the magnitudes of each.
+        sizes = parts.sum(dim=1, dtype=torch.float64)
         kept = torch.ones_like(sizes, dtype=torch.bool)
         kept[sizes.argsort(stable=True)[: self.count]] = False
         return kept
@@ -288,8 +258,7 @@ def axis_of(rule: Prune, module: nn.Module) -> int:
     """
     ## The axis of a weight that a rule for rows, channels or heads prunes
     """
-    outputs, inputs = axes(module)
-    return outputs if rule.kind == "row" else inputs
+    return axes(module)[0 if rule.kind == "row" else 1]
 
 
 class PrunedBias(nn.Module):
@@ -375,9 +344,11 @@ class Quantised(Method):
     ## A weight in few bits
     """
 
-    def __init__(self, rule: Quantize, module: Weighted):
-        super().__init__(rule, module)
-        self.width = rule.group or module.weight[0].numel()
+    def rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """
+        ### The weight as `(rows, neighbours)` that share a scale
+        """
+        return weight.reshape(-1, self.rule.group or weight[0].numel())
 
     def grid(self, weight: torch.Tensor) -> Grid | None:
         """
@@ -389,7 +360,7 @@ class Quantised(Method):
         bits = self.rule.bits_at(self.steps)
         if bits is None:
             return None
-        rows = weight.detach().reshape(-1, self.width)
+        rows = self.rows(weight.detach())
         if bits > 1:
             return grid(rows.amin(dim=1), rows.amax(dim=1),
                         bits, self.rule.symmetric)
@@ -404,7 +375,7 @@ class Quantised(Method):
         to = self.grid(weight)
         if to is None:
             return weight
-        rows = weight.reshape(-1, self.width)
+        rows = self.rows(weight)
         if to.bits == 1:
             # torch has no operation for signs. Their value, with the gradient of the weight.
             signs = rows.detach().sign() * to.scales[:, None]
@@ -413,56 +384,3 @@ class Quantised(Method):
             rounded = torch.fake_quantize_per_channel_affine(
                 rows, to.scales, to.zeros, 0, to.least, to.most)
         return rounded.view(weight.shape)
-
-
-class QuantisedInput(Method):
-    """
-    ## The input of a layer in 8 bits
-
-    A moving range is that of the batches of all ranks, up to the step before. In the first step the
-    input stays as it is.
-    """
-
-    bounds: torch.Tensor
-    seen: torch.Tensor
-
-    def __init__(self, rule: Quantize, module: Weighted):
-        super().__init__(rule, module)
-        nothing = torch.tensor([math.inf, -math.inf], device=module.weight.device)
-        self.register_buffer("bounds", nothing)
-        # Of this rank's inputs since the last step.
-        self.register_buffer("seen", nothing.clone(), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """
-        ### The input, rounded
-        """
-        rule = self.rule
-        expect(x.is_floating_point(), "an input cannot be quantised", "floats", x.dtype,
-               "leave this layer out of `Quantize(of=\"input\")`", TypeError)
-        low, high = x.detach().aminmax()
-        if rule.moving is not None:
-            if self.training:
-                self.seen[0].clamp_(max=low)
-                self.seen[1].clamp_(min=high)
-            low, high = self.bounds
-        is_known = rule.moving is None or self.threshold != NOTHING
-        if rule.bits_at(self.steps) is None or not is_known:
-            return x
-        to = grid(low.view(1), high.view(1), rule.bits, rule.symmetric)
-        return torch.fake_quantize_per_tensor_affine(
-            x, to.scales[0], to.zeros[0], to.least, to.most)
-
-    def move(self, seen: torch.Tensor) -> None:
-        """
-        ### Move the range towards a new one
-
-        * `seen` are the least and the greatest value of all ranks, `(2,)`
-        """
-        self.seen[0] = math.inf
-        self.seen[1] = -math.inf
-        if seen[0] > seen[1]:
-            return
-        stays = 0.0 if self.threshold == NOTHING else self.rule.moving
-        self.bounds.copy_(seen if stays == 0 else self.bounds * stays + seen * (1 - stays))
-        self.state[1] = 0

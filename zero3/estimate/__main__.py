@@ -8,7 +8,6 @@ from collections.abc import Callable
 from zero3.estimate.between import show_layouts
 from zero3.estimate.formulas import number, show_places, show_stages
 from zero3.estimate.saved import show_activations
-from zero3.estimate.splitting import show_tensor
 from zero3.guards.command_line import Parser, within
 from zero3.guards.options import expect
 
@@ -27,8 +26,7 @@ NUMBERS: dict[str, tuple[Callable[[str], float], float | None, float, str]] = {
     "tflops": (float, 70.0, 1e-6, "that a device reaches, in 1e12 flops a second"),
     "nodes": (int, None, 2, "machines with as many ranks each: compares layouts"),
     "link": (number, None, 1, "between nodes, bytes that leave one in a second: 25GB"),
-    "tensor": (int, None, 1, "compares tensor sizes up to this one, for --width"),
-    "width": (int, None, 1, "features of a position, with --tensor or --sequence"),
+    "width": (int, None, 1, "features of a position, with --sequence"),
     "sequence": (int, None, 1, "tokens of a sequence: counts activations, as of GPT-2"),
 }
 
@@ -40,8 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(
         prog="python -m zero3.estimate",
         description="Memory for model states, stage by stage; with --gpu, tier by tier; with "
-        "--nodes, layout by layout; with --tensor, for layers that ranks split; with --sequence, "
-        "for activations.")
+        "--nodes, layout by layout; with --sequence, for activations.")
     parser.add_argument("--params", "--model", type=number, required=True,
                         help="of the model: 7.5e9, or 8b")
     for name, (kind, default, _, text) in NUMBERS.items():
@@ -56,8 +53,6 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"{error}")
     if args.nodes is not None:
         show_layouts(args)
-    elif args.tensor is not None:
-        show_tensor(args)
     elif args.gpu is None:
         show_stages(args.params, args.ranks)
     else:
@@ -81,13 +76,7 @@ def check_args(args: argparse.Namespace) -> None:
                f"a multiple of {args.nodes}", args.ranks, "change one of the two")
         expect(not (args.cpu or args.nvme), "--nodes compares layouts without offload",
                "neither --cpu nor --nvme", "one of them", "leave out --nodes to compare tiers")
-    if args.tensor is not None:
-        expect(args.width is not None, "--tensor", "the features of a position, --width", "none",
-               "pass it")
-        within("--tensor", args.tensor, 1, args.ranks)
-        expect(args.nodes is None and args.gpu is None, "--tensor compares tensor sizes",
-               "neither --nodes nor --gpu", "one of them", "leave out --tensor to compare those")
-    if any(each is not None for each in (args.nodes, args.tensor, args.sequence)):
+    if args.nodes is not None or args.sequence is not None:
         within("--layers", args.layers, 1, MOST_LAYERS)
 
 

@@ -47,7 +47,7 @@ from dataclasses import dataclass
 
 from zero3.comm.encodings import Int4, Int8
 from zero3.estimate.formulas import ELEMENT_BYTES, LayerSpec, Part, gigabytes, print_table
-from zero3.estimate.layouts import Layout
+from zero3.estimate.layouts import Layout, row_bytes
 from zero3.estimate.predict import predict
 
 
@@ -97,8 +97,8 @@ def between_bytes(layout: Layout,
     ranks = layout.divisor
     per_node = ranks // nodes
     shard_numel = -(-numel // layout.shards)
-    weight_bytes = layout.weight_bytes(shard_numel, ELEMENT_BYTES)
-    gradient_bytes = layout.gradient_bytes(shard_numel, ELEMENT_BYTES)
+    weight_bytes = row_bytes(layout.weights, shard_numel, ELEMENT_BYTES)
+    gradient_bytes = row_bytes(layout.gradients, shard_numel, ELEMENT_BYTES)
     gathers = layers if layout.secondary else 2 * layers - 1  # the last layer is gathered once
     crossings = per_node * (nodes - 1)
     if layout.groups == 1:
@@ -125,15 +125,15 @@ def choices(params: float,
     part = Part(-(-int(params) // layers), ELEMENT_BYTES, True)
     found = []
     for name, layout in layouts(ranks, nodes).items():
-        shards = layout.shards
-        peak_bytes = predict([LayerSpec((part,))] * layers, shards, stage3=True,
+        peak_bytes = predict([LayerSpec((part,))] * layers, layout.shards, stage3=True,
                              by_messages=by_messages).peak_bytes
         if layout.secondary:
-            row_bytes = layout.weight_bytes(part.shard_numel(shards), ELEMENT_BYTES)
-            peak_bytes += layers * nodes * row_bytes
-        rounds = layout.weights is not None or layout.gradients is not None
-        moved_bytes = between_bytes(layout, nodes, part.numel, layers, by_messages)
-        found.append(Choice(name, rounds, moved_bytes, peak_bytes))
+            shard_numel = part.shard_numel(layout.shards)
+            peak_bytes += layers * nodes * row_bytes(layout.weights, shard_numel, ELEMENT_BYTES)
+        found.append(Choice(
+            name, rounds=layout.weights is not None or layout.gradients is not None,
+            between_bytes=between_bytes(layout, nodes, part.numel, layers, by_messages),
+            peak_bytes=peak_bytes))
     return found
 
 

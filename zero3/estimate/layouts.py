@@ -72,18 +72,9 @@ class Layout:
         """
         return self.ranks * self.groups
 
-    def weight_bytes(self, numel: int, element_bytes: int) -> int:
-        """
-        ### Of a shard on its way to another rank
-        """
-        return _row_bytes(self.weights, numel, element_bytes)
 
-    def gradient_bytes(self, numel: int, element_bytes: int) -> int:
-        """
-        ### Of a shard's gradient on its way to another rank
-        """
-        return _row_bytes(self.gradients, numel, element_bytes)
-
-
-def _row_bytes(encoding: Encoding | None, numel: int, element_bytes: int) -> int:
+def row_bytes(encoding: Encoding | None, numel: int, element_bytes: int) -> int:
+    """
+    ## Bytes of a shard, or of its gradient, on its way to another rank
+    """
     return encoding.nbytes(numel) if encoding else numel * element_bytes

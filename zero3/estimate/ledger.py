@@ -24,7 +24,6 @@ device does it.
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -98,15 +97,42 @@ class Ledger:
         self.optimizer = optimizer
         self.events: list[Event] = []
         self.messages = 0
-        self.sent_bytes = 0
-        self.between_bytes = 0  # those of `sent_bytes` that went to ranks on other nodes
         self.order_bytes = 0  # of announcements
         self.peak_live_bytes = 0
-        self.read_bytes = 0  # from files
-        self.written_bytes = 0  # to files
-        self.out_bytes = 0  # of activations that left
-        self.in_bytes = 0  # of activations that came back
         self._steps = 0  # those that have begun and not ended
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(e.sent_bytes for e in self.events)
+
+    @property
+    def between_bytes(self) -> int:
+        """
+        ### Those of `sent_bytes` that went to ranks on other nodes
+        """
+        return sum(e.between_bytes for e in self.events)
+
+    @property
+    def read_bytes(self) -> int:
+        """
+        ### Read from files
+        """
+        return sum(e.bytes for e in self.events if e.event == "read")
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(e.bytes for e in self.events if e.event == "write")
+
+    @property
+    def out_bytes(self) -> int:
+        """
+        ### Activations that left
+        """
+        return sum(e.bytes for e in self.events if e.event == "activations out")
+
+    @property
+    def in_bytes(self) -> int:
+        return sum(e.bytes for e in self.events if e.event == "activations in")
 
     def __enter__(self) -> "Ledger":
         self._start_s = time.perf_counter()
@@ -150,26 +176,14 @@ class Ledger:
         if nbytes is None:
             nbytes = self.events[-1].live_bytes - live_bytes
         self.peak_live_bytes = max(self.peak_live_bytes, live_bytes)
-        sent_bytes = between_bytes = 0
         if transfer is not None:
-            sent_bytes = transfer.sent_bytes
-            between_bytes = transfer.between_bytes
-            self.sent_bytes += sent_bytes
-            self.between_bytes += between_bytes
             self.messages += transfer.messages
             self.order_bytes += transfer.order_bytes
-        if event == "read":
-            self.read_bytes += nbytes
-        if event == "write":
-            self.written_bytes += nbytes
-        if event == "activations out":
-            self.out_bytes += nbytes
-        if event == "activations in":
-            self.in_bytes += nbytes
         now_s = time.perf_counter() - self._start_s
         self.events.append(Event(now_s, sender.comm.global_rank, sender.label, self._phase(),
-                                 event, tier, nbytes, live_bytes, sent_bytes,
-                                 between_bytes))
+                                 event, tier, nbytes, live_bytes,
+                                 transfer.sent_bytes if transfer else 0,
+                                 transfer.between_bytes if transfer else 0))
 
     def _phase(self) -> str:
         if in_backward():
@@ -181,62 +195,43 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
     """
     ## Bytes of the distinct storages that modules and optimizers hold
     """
-    tensors: list[torch.Tensor | None] = []
-    for holder in holders:
-        if isinstance(holder, nn.Module):
-            for module in holder.modules():
-                tensors += _held_by_module(module)
-        elif holder is not None:
-            tensors += _held_by_optimizer(holder)
+    tensors = [tensor for part in _parts(holders) for tensor in _held_by(part)]
     storages = [t.untyped_storage() for t in tensors if t is not None]
     return sum({s._cdata: s.nbytes() for s in storages}.values())
-
-
-def _held_by_module(module: nn.Module) -> Iterator[torch.Tensor | None]:
-    yield from module._buffers.values()
-    for param in module._parameters.values():
-        # A shard in a file has no bytes here, and raises an error if asked for its gradient.
-        if param is not None and param.untyped_storage().nbytes():
-            yield param
-            yield param.grad
-    if isinstance(module, Sharded | ShardedModel):
-        yield from module.held_tensors()
-
-
-def _held_by_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor | None]:
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            yield param
-            yield param.grad
-    if hasattr(optimizer, "held_tensors"):
-        yield from optimizer.held_tensors()
 
 
 def disk_bytes(*holders: Any) -> int:
     """
     ## Bytes of the files that modules and optimizers use
     """
-    offloads: set[Any] = set()
-    for holder in holders:
-        parts = holder.modules() if isinstance(holder, nn.Module) else [holder]
-        offloads.update(part.offload for part in parts if hasattr(part, "offload"))
+    offloads = {part.offload for part in _parts(holders) if hasattr(part, "offload")}
     return sum(offload.disk_bytes() for offload in offloads)
 
 
-def exponents(optimizer: Any) -> dict[int, int]:
-    r"""
-    ## How many gradients of this rank lie between $2^e$ and $2^{e+1}$, for each $e$
-
-    * `optimizer` is a `Zero3Optimizer`, between backward and its step
-
-    The loss scale is divided out. Gradients that are zero or overflow do not count.
+def _parts(holders: tuple) -> Iterator[Any]:
     """
-    found: Counter[int] = Counter()
-    for states in optimizer.shard_states:
-        if states.has_grad:
-            sizes = states.read_grad().float().abs() / optimizer.loss_scale
-            powers, counts = sizes[sizes > 0].log2().floor().unique(return_counts=True)
-            found.update(dict(zip(powers.int().tolist(), counts.tolist(), strict=True)))
-    return {e: n for e, n in sorted(found.items()) if e < 128}
+    #### Each module by itself, and the optimizers
+    """
+    for holder in holders:
+        if holder is not None:
+            yield from holder.modules() if isinstance(holder, nn.Module) else [holder]
+
+
+def _held_by(part: Any) -> Iterator[torch.Tensor | None]:
+    """
+    #### The tensors of a module without those inside it, or of an optimizer
+    """
+    if isinstance(part, nn.Module):
+        params = [*part._parameters.values()]
+        yield from part._buffers.values()
+    else:
+        params = [param for group in part.param_groups for param in group["params"]]
+        for state in part.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    for param in params:
+        # A shard in a file has no bytes here, and raises an error if asked for its gradient.
+        if param is not None and param.untyped_storage().nbytes():
+            yield param
+            yield param.grad
+    if hasattr(part, "held_tensors"):
+        yield from part.held_tensors()

@@ -163,11 +163,8 @@ def _kept(optimizer: Zero3Optimizer) -> set[tuple[int, int]]:
     #### For each param group: how many moments, and the bytes of other states
     """
     two = torch.zeros(2, device=optimizer.device)
-    kept = set()
-    for group in optimizer.param_groups:
-        names, other_bytes = moments_of(*optimizer.made_by, group, two)
-        kept.add((len(names), other_bytes))
-    return kept
+    found = [moments_of(*optimizer.made_by, group, two) for group in optimizer.param_groups]
+    return {(len(names), other_bytes) for names, other_bytes in found}
 
 
 def memory_table(optimizer: Zero3Optimizer, micro_batches: int = 1) -> str:
@@ -337,15 +334,12 @@ def _pool_bytes(chain: list[list[_Shard]], buffers: int) -> int:
     """
     ### Memory for the buffers of files: `buffers` for states, and at least two for shards
     """
-    total = 0
-    state_file_bytes = max((s.state_file_bytes for layer in chain for s in layer), default=0)
-    if state_file_bytes:
-        total += buffers * (state_file_bytes + ALIGN_BYTES)
-    slots = [i + 1 for layer in chain for i, s in enumerate(layer) if s.in_file]
-    if slots:
-        file_bytes = max(s.file_bytes for layer in chain for s in layer)
-        total += max(2, *slots) * (file_bytes + ALIGN_BYTES)
-    return total
+    shards = [(i + 1, s) for layer in chain for i, s in enumerate(layer)]
+    states = max((s.state_file_bytes for _, s in shards), default=0)
+    params = max((s.file_bytes for _, s in shards), default=0)
+    slots = max([2, *(place for place, s in shards if s.in_file)])
+    return sum(count * (nbytes + ALIGN_BYTES)
+               for count, nbytes in ((buffers, states), (slots, params)) if nbytes)
 
 
 class StepLayer:
@@ -358,11 +352,10 @@ class StepLayer:
         self.trains = any(s.part.trainable for s in shards)
         self.shard_bytes = sum(s.row_bytes for s in shards)
         self.full_bytes = world_size * self.shard_bytes
-        # A gradient in a file needs no memory.
-        self.shard_grad_bytes = sum(s.grad_bytes for s in shards if not s.state_file_bytes)
+        # A gradient in a file needs no memory, and one that is there already no more.
+        self.new_grad_bytes = sum(s.grad_bytes for s in shards if not s.state_file_bytes)
         self.full_grad_bytes = world_size * sum(s.grad_bytes for s in shards)
         self.has_full_grad = False
-        self.has_shard_grad = False  # a later micro-batch adds to that of the first
 
 
 class Step:
@@ -485,15 +478,15 @@ class Step:
             return
         self.add(-self.packed_bytes)
         for layer in self.in_flight:
-            new_bytes = 0 if layer.has_shard_grad else layer.shard_grad_bytes
             if self.world_size == 1:
                 # The full gradient becomes the shard's, so the two are never there together.
-                self.add(new_bytes - layer.full_grad_bytes)
+                self.add(layer.new_grad_bytes - layer.full_grad_bytes)
             else:
-                self.add(new_bytes)
+                self.add(layer.new_grad_bytes)
                 self.add(-layer.full_grad_bytes)
             layer.has_full_grad = False
-            layer.has_shard_grad = True
+            # The next micro-batch adds to it.
+            layer.new_grad_bytes = 0
         self.add(-self.receive_bytes)
         self.in_flight = []
 

@@ -26,18 +26,16 @@ $$2\,\frac{t-1}{t}\,T d b + 2\,\frac{t-1}{t}\,P_\text{stream}\,b$$
 Weights need $3 \frac{N-1}{N} \frac{P}{t}$ elements. So the split pays when $T d$ is small beside
 the weights of a layer.
 
-**Run this**: `python -m zero3.estimate --params 7b --ranks 32 --tensor 8 --width 4096`.
+**Run this**: `python -m pytest tests/inject/test_tensor_parallel.py -k estimate`.
 
 **Not covered, and what that costs**: heads of keys and values that are shared, which make a layer
 smaller; convolutions of Primer EZ; masks and embeddings of types. With `policies.cross_entropy`
 logits are not gathered: pass `logits=False`, and add 16 bytes for each position and other rank.
 """
 
-import argparse
 from dataclasses import dataclass
 
-from zero3.estimate.formulas import ELEMENT_BYTES, LayerSpec, Part, gigabytes, print_table
-from zero3.estimate.predict import predict
+from zero3.estimate.formulas import ELEMENT_BYTES, LayerSpec, Part
 
 
 @dataclass(frozen=True)
@@ -122,66 +120,3 @@ class Transformer:
         if logits:
             sent += others * rows * length * -(-self.vocabulary // tensor)
         return sent * element_bytes
-
-
-@dataclass(frozen=True)
-class Splitting:
-    """
-    ## A tensor size, and what it costs a rank
-    """
-
-    tensor: int
-    shards: int
-    rest_bytes: int
-    peak_bytes: int  # without activations
-    weight_bytes: int  # sent in a step, gradients included
-    activation_bytes: int  # sent in a step
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.weight_bytes + self.activation_bytes
-
-
-def splittings(params: float,
-               ranks: int,
-               most: int,
-               width: int,
-               layers: int = 32,
-               tokens: float = 8192) -> list[Splitting]:
-    """
-    ## What each tensor size costs, in half precision with Adam
-
-    * `params` are all in `layers` of the same size, and all split
-    * `most` is the largest tensor size
-    * `tokens` are those of a step, divided by `ranks`, so the batch is the same for all sizes
-    """
-    found = []
-    for tensor in (size for size in range(1, most + 1) if ranks % size == 0):
-        numel = -(-int(params) // (layers * tensor))
-        specs = [LayerSpec((Part(numel, ELEMENT_BYTES, True),))] * layers
-        shards = ranks // tensor
-        p = predict(specs, shards, stage3=True, by_messages=False)
-        sent = 4 * layers * (2 * (tensor - 1) * int(tokens) * width) * ELEMENT_BYTES
-        found.append(Splitting(tensor, shards, p.rest_bytes, p.peak_bytes, p.sent_bytes, sent))
-    return found
-
-
-def show_tensor(args: argparse.Namespace) -> None:
-    """
-    ## Print what each tensor size costs
-    """
-    found = splittings(args.params, args.ranks, args.tensor, args.width, args.layers, args.tokens)
-    print(f"{args.params:,.0f} parameters in {args.layers} layers of width {args.width:,}, on "
-          f"{args.ranks} ranks, in half precision\nwith Adam, {args.tokens:,.0f} tokens for each "
-          "rank. GB (1e9 bytes) of a rank, without the memory of\nactivations:\n")
-    rows = [("  tensor   shard", ["at rest", "at the peak", "weights sent", "activations sent",
-                                  "both"], "")]
-    for each in found:
-        cells = (each.rest_bytes, each.peak_bytes, each.weight_bytes, each.activation_bytes,
-                 each.sent_bytes)
-        rows.append((f"{each.tensor:8}{each.shards:8}", [gigabytes(cell) for cell in cells], ""))
-    print_table(rows, name_width=16)
-    least = min(found, key=lambda each: each.sent_bytes)
-    print(f"\nTensor {least.tensor} sends the fewest bytes. Activations travel while everybody "
-          "waits, and weights while\nothers compute, so ranks that split a layer need the fastest "
-          "links.")

@@ -27,7 +27,6 @@ import math
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ from zero3.comm.links import Links
 from zero3.compression.clean import table
 from zero3.compression.compress import Compression, compress
 from zero3.estimate.formulas import describe
-from zero3.estimate.ledger import Ledger, exponents
+from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import data_parallel, memory_table, predict_optimizer
 from zero3.estimate.saved import Moved, activations, saved_bytes
 from zero3.guards.command_line import Parser, folder, one_line, within
@@ -61,6 +60,7 @@ from zero3.train.run import (
     agree,
     end_with_parent,
     fresh_store,
+    measured,
     option,
     progress,
     save_run,
@@ -301,9 +301,8 @@ def is_predicted(args: argparse.Namespace) -> bool:
     """
     ## Whether formulas predict the bytes
     """
-    groups = args.nodes > 1 or args.replicas > 1
-    encoded = args.gather_bits or args.reduce_bits
-    return not (groups or encoded or args.optimizer == "muon")
+    return not (args.nodes > 1 or args.replicas > 1 or args.gather_bits or args.reduce_bits
+                or args.optimizer == "muon")
 
 
 def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) -> None:
@@ -372,10 +371,9 @@ class Job:
         recipes = self.args.compress or [None]
         several = len(recipes) > 1
         for recipe in recipes:
-            out = self.args.out
+            out = f"{self.args.out}/{recipe}" if several else self.args.out
+            Path(out).mkdir(exist_ok=True)
             if several:
-                out = f"{out}/{recipe}"
-                Path(out).mkdir(exist_ok=True)
                 self.ranks.say(f"\n--compress {recipe}")
             args = argparse.Namespace(**vars(self.args) | {"compress": recipe, "out": out})
             job = dataclasses.replace(self, args=args, run=Run(came=came), saves_end=several)
@@ -401,9 +399,9 @@ class Job:
             return 2
         begun = len(self.run.losses)
         with progress(self.ranks, self.args.steps) as show:
-            self.train(show)
-        if self.run.measured:
-            self.finish()
+            tape = self.train(show)
+        if tape.events:
+            self.finish(tape)
             if self.args.save_every or begun or self.saves_end:
                 where = save_run(self.model, self.optimizer, self.args, self.run)
                 self.ranks.say(f"saved {where}, the end of this run")
@@ -421,19 +419,15 @@ class Job:
         if the checkpoint cannot be loaded.
         """
         found = take_up(self.args, self.ranks)
-        try:
-            self.build()
-        except RuntimeError as error:
-            raise RuntimeError(f"cannot build the model. {error}") from error
+        self.build()
         if self.args.table:
             self.ranks.say(memory_table(self.optimizer, self.args.accumulate) + "\n")
         if found is None:
             return
         try:
             extra = load(found, self.model, self.optimizer)
-            self.run.losses = extra["losses"]
-            self.run.held_out = extra["held_out"]
-            self.run.train_s = extra["train_s"]
+            figures = {name: extra[name] for name in ("losses", "held_out", "train_s")}
+            self.run = dataclasses.replace(self.run, **figures)
         except (RuntimeError, OSError, KeyError, TypeError) as error:
             raise ValueError(f"cannot resume from {found}. {error}") from error
         step = len(self.run.losses)
@@ -510,11 +504,13 @@ class Job:
     def offload(self, tier: str) -> Offload:
         return Offload(tier, self.args.offload_folder or self.args.out if tier == "nvme" else None)
 
-    def train(self, show: Callable[..., None]) -> None:
+    def train(self, show: Callable[..., None]) -> Ledger:
         """
         ### The training loop
 
         * `show` gets a step, the losses on the training text and on held-out text, and a rate
+
+        Returns the record of the last step, empty if a signal came before it.
         """
         tape = Ledger(self.model, self.optimizer)
         losses = []
@@ -536,11 +532,10 @@ class Job:
             if saves:
                 self.save(ends)
                 if ends:
-                    return
+                    break
             losses = []
             start_s = time.perf_counter()
-        if tape.events:
-            self.run.take(self.model, self.optimizer, tape, self.ranks)
+        return tape
 
     def train_step(self, done: int, tape: Ledger) -> torch.Tensor:
         """
@@ -560,8 +555,6 @@ class Job:
                 loss = gpt.next_byte_loss(self.model, windows) / self.args.accumulate
                 self.optimizer.backward(loss)
                 total += loss.detach()
-            if done + 1 == self.args.steps:
-                self.run.exponents = exponents(self.optimizer)
             self.optimizer.step()
         self.optimizer.zero_grad()
         return total
@@ -572,10 +565,9 @@ class Job:
         ### Bits per byte on text that no step has seen, as a mean over ranks
         """
         model.eval()
-        losses = []
-        for i in range(EVAL_BATCHES):
-            batch = gpt.global_batch(self.held_out, i, self.args.batch, self.args.seq_len)
-            losses.append(gpt.next_byte_loss(model, self.ranks.rows(batch)))
+        batches = (gpt.global_batch(self.held_out, i, self.args.batch, self.args.seq_len)
+                   for i in range(EVAL_BATCHES))
+        losses = [gpt.next_byte_loss(model, self.ranks.rows(batch)) for batch in batches]
         model.train()
         return sum(self.ranks.mean(losses)) / EVAL_BATCHES * BITS
 
@@ -601,10 +593,15 @@ class Job:
         how = f"; {command} resumes from there" if ends else ""
         self.ranks.say(f"step {len(self.run.losses)}: saved {where}{how}")
 
-    def finish(self) -> None:
+    def finish(self, tape: Ledger) -> None:
         """
         ### Write a sample, compare the bytes, and draw; rank 0 prints and writes
+
+        * `tape` has the last step
         """
+        found = self.ranks.gather(
+            (self.predicted(), measured(tape, self.ranks.rank), tape.events))
+        predicted, held, tapes = (list(each) for each in zip(*found, strict=True))
         generator = torch.Generator().manual_seed(self.args.seed)
         prompt = self.args.prompt.encode(errors="surrogateescape")
         sample = gpt.sample(self.model, prompt, self.args.sample, self.args.seq_len, 0.5, generator,
@@ -615,19 +612,13 @@ class Job:
                 self.model, self.config, self.args.compress, self.args.steps, self.held_out_loss,
                 None if self.ranks.rank else Path(self.args.out))
         plain = data_parallel(describe(self.model), self.ranks.world_size, mixed=True).as_dict()
-        found = self.ranks.gather(
-            (self.predicted(), self.run.measured, self.run.events, self.run.exponents))
         if self.ranks.rank:
             return
-        predicted, measured, tapes, exponents_of = (list(each) for each in zip(*found, strict=True))
-        counts: Counter[int] = sum(map(Counter, exponents_of), Counter())
-        gradients = dict(sorted(counts.items()))
         self.ranks.say(f"\n{sample}\n")
-        self.ranks.say(report.table(predicted, plain, measured))
+        self.ranks.say(report.table(predicted, plain, held))
         metrics = self.metrics(report.device_name(self.ranks.device)) | {
             "sample": sample,
-            "measured": measured,
-            "gradients": gradients,
+            "measured": held,
             "predicted": predicted,
             "data_parallel": plain,
         }
@@ -639,8 +630,7 @@ class Job:
         caption = "{ranks} ranks, {device}, torch {torch}, commit {commit}".format(**metrics)
         report.draw_loss(self.run.losses, self.run.held_out, caption).savefig(out / "loss.png")
         report.draw_tape(tapes, predicted, plain, caption).savefig(out / "tape.png")
-        report.draw_gradients(gradients, caption).savefig(out / "gradients.png")
-        self.ranks.say(f"\nwrote loss.png, tape.png, gradients.png and metrics.json to {out}")
+        self.ranks.say(f"\nwrote loss.png, tape.png and metrics.json to {out}")
 
     def predicted(self) -> dict[str, int]:
         """

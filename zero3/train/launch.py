@@ -123,11 +123,9 @@ def report(failed: list[str]) -> str:
     ## The error texts of the ranks: causes in full first, then a line for each consequence
     """
     causes = [text for text in failed if not text.startswith(_CONSEQUENCE)]
-    if not causes:
-        return "\n".join(failed)
-    lines = [text.strip().splitlines()[-1].removeprefix(_CONSEQUENCE).strip()
-             for text in failed if text not in causes]
-    return "\n".join([*causes, *(f"{_CONSEQUENCE} {line}" for line in lines)])
+    last_lines = (text.strip().splitlines()[-1] for text in failed if text not in causes)
+    lines = [f"{_CONSEQUENCE} {line.removeprefix(_CONSEQUENCE).strip()}" for line in last_lines]
+    return "\n".join([*causes, *lines] if causes else failed)
 
 
 def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict, list[str]]:
@@ -138,13 +136,8 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict
     failed: list[str] = []
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
     deadline_s = time.monotonic() + timeout_s
-    while waiting:
-        ready = connection.wait(waiting, max(0, deadline_s - time.monotonic()))
-        if not ready:
-            silent = ", ".join(f"rank {rank}" for rank in waiting.values())
-            failed.append(f"{_CONSEQUENCE} {silent}: no answer after another rank had failed"
-                          if failed else f"{silent}: no answer after {timeout_s} s")
-            break
+    while waiting and (
+            ready := connection.wait(waiting, max(0, deadline_s - time.monotonic()))):
         for pipe in [pipe for pipe in waiting if pipe in ready]:
             rank = waiting.pop(pipe)
             good, result = _answer(pipe, rank, timeout_s)
@@ -153,6 +146,10 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict
             else:
                 failed.append(result)
                 deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
+    if waiting:
+        silent = ", ".join(f"rank {rank}" for rank in waiting.values())
+        failed.append(f"{_CONSEQUENCE} {silent}: no answer after another rank had failed"
+                      if failed else f"{silent}: no answer after {timeout_s} s")
     return results, failed
 
 

@@ -1,13 +1,13 @@
 """
 # The report of a run
 
-`table` compares measured bytes with predicted ones. `draw_loss` draws the loss curve,
-`draw_gradients` the sizes of the gradients, and `draw_tape` the memory tape of one step.
+`table` compares measured bytes with predicted ones. `draw_loss` draws the loss curve, and
+`draw_tape` the memory tape of one step.
 
 For two layers of 1 MiB that are gathered one after the other while shards of 1 MiB rest in memory,
 the line of the memory tape goes 1, 2, 3, 2 in forward.
 
-**Run this**: `make train` prints the table, and writes `loss.png`, `tape.png` and `gradients.png`.
+**Run this**: `make train` prints the table, and writes `loss.png` and `tape.png`.
 
 **Not covered, and what that costs**: time. The axis of the tape counts events, so that short ones
 are visible too.
@@ -78,16 +78,13 @@ def table(
     rows = [("bytes of each rank", [(head, "") for head in heads.values()]),
             ("data parallel, predicted", [(f"{plain.get(name, 0):,}", "") for name in heads])]
     for held, expected in zip(measured, predicted, strict=True):
-        rows.append((
-            f"ZeRO-3, rank {held['rank']} predicted",
-            [(f"{expected[name]:,}" if name in expected else "not predicted", "")
-             for name in heads],
-        ))
-        rows.append((
-            f"{'measured':>24}",
-            [(f"{held[name]:,}", _difference(held[name], expected.get(name)))
-             for name in heads],
-        ))
+        said = [f"{expected[name]:,}" if name in expected else "not predicted" for name in heads]
+        rows += [
+            (f"ZeRO-3, rank {held['rank']} predicted", [(cell, "") for cell in said]),
+            (f"{'measured':>24}", [
+                (f"{held[name]:,}", _difference(held[name], expected.get(name)))
+                for name in heads]),
+        ]
     return "\n".join(
         f"{name:26}{''.join(f'{cell:>16} {mark:5}' for cell, mark in cells)}".rstrip()
         for name, cells in rows
@@ -101,9 +98,8 @@ def _difference(measured: int, predicted: int | None) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU {platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    cpu = f"CPU {platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
 
 
 def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: str) -> Figure:
@@ -233,9 +229,8 @@ def _draw_memory(ax: Axes,
         at, live, live[0], step="post",
         color=COLORS["whole"], alpha=0.5, linewidth=0,
     )
-    what = "shards and optimizer states"
-    if predicted.get("disk_bytes"):
-        what = f"buffers; {predicted['disk_bytes'] / MIB:.1f} MiB rest in files"
+    files = predicted.get("disk_bytes", 0) / MIB
+    what = f"buffers; {files:.1f} MiB rest in files" if files else "shards and optimizer states"
     ax.text(1, live[0] / 2, what, fontsize=8, va="center")
     ax.step(at, live, where="post", color=NEUTRAL["fg"], linewidth=1.3)
     levels = [(plain["peak_bytes"], "data parallel\npeak", NEUTRAL["muted"], "bottom")]
@@ -277,41 +272,3 @@ def _draw_layers(ax: Axes, events: list[Event]) -> None:
         handles=patches, fontsize=8, frameon=False,
         loc="lower left", bbox_to_anchor=(1, 0),
     )
-
-
-def draw_gradients(counts: dict[int, int], caption: str) -> Figure:
-    """
-    ## The sizes of gradients, and the range that a loss scale moves them to
-
-    * `counts` says how many gradients lie between a power of two and the next
-
-    Below $2^{-14}$, fp16 has fewer and fewer digits, and below $2^{-24}$ it only has zero. Both
-    ranges are shaded.
-    """
-    total = sum(counts.values()) or 1
-    fig = _figure(caption, 8, [4])
-    (ax,) = fig.axes
-    for scale, alpha, name in ((0, 0.4, "as they are"), (16, 0.9, "times 65536")):
-        few = sum(n for e, n in counts.items() if e + scale < -14) / total
-        ax.bar(
-            [e + scale + 0.5 for e in counts],
-            [100 * n / total for n in counts.values()],
-            width=0.9, color=COLORS["reduced"], alpha=alpha,
-            label=f"{name}, {few:.1%} shaded",
-        )
-    low = min([-30, *counts])
-    high = max([-13, *(e + 17 for e in counts)])
-    for begin, end, alpha, text in (
-        (low, -24, 1, "zero in fp16"),
-        (-24, -14, 0.5, "fewer digits"),
-    ):
-        ax.axvspan(begin, end, color=NEUTRAL["line"], alpha=alpha, zorder=0)
-        ax.text(
-            end - 0.3, 0.81, text,
-            ha="right", va="top", fontsize=8,
-            transform=ax.get_xaxis_transform(),
-        )
-    ax.set(xlabel="gradient, as a power of two", ylabel="of the gradients of a step (%)",
-           xlim=(low, high), ymargin=0.35)
-    ax.legend(frameon=False, loc="upper right")
-    return fig

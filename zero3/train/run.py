@@ -36,7 +36,7 @@ from zero3.checkpoint.reader import (
     lock_folder,
 )
 from zero3.checkpoint.save_load import newest, save
-from zero3.estimate.ledger import Event, Ledger, disk_bytes, held_bytes
+from zero3.estimate.ledger import Ledger, disk_bytes, held_bytes
 from zero3.guards.command_line import one_line
 from zero3.guards.options import expect
 from zero3.layer import Zero3Sequential
@@ -204,21 +204,19 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
     """
     # A store takes UTF-8 only, and a path may have other bytes.
     store.set(f"problem/{rank}", one_line(problem))
-    if rank:
-        ready = store.get("ready") == b"yes"
-        store.set(f"heard/{rank}", "")
-        return ready
     problems = [store.get(f"problem/{other}").decode() for other in range(world_size)]
-    for text in dict.fromkeys(problems):
-        if text:
-            ranks = ", ".join(str(other) for other in range(world_size) if problems[other] == text)
-            where = "" if text == problems[0] else f"on rank {ranks}: "
-            print(f"zero3.train: {where}{text}", file=sys.stderr, flush=True)
-    ready = not any(problems)
-    store.set("ready", "yes" if ready else "no")
+    if rank:
+        store.wait(["told"])
+        store.set(f"heard/{rank}", "")
+        return not any(problems)
+    for text in filter(None, dict.fromkeys(problems)):
+        ranks = ", ".join(str(other) for other in range(world_size) if problems[other] == text)
+        where = "" if text == problems[0] else f"on rank {ranks}: "
+        print(f"zero3.train: {where}{text}", file=sys.stderr, flush=True)
+    store.set("told", "")
     # This rank may serve the store, so it ends last.
     store.wait([f"heard/{other}" for other in range(1, world_size)])
-    return ready
+    return not any(problems)
 
 
 def end_with_parent() -> None:
@@ -260,7 +258,6 @@ def tell_failure(error: Exception, ranks: Ranks, store: dist.Store) -> int:
     happened = "failed" if first else "failed too"
     if consequence:
         happened = "ends as a consequence"
-        brief = f"rank {ranks.rank}: " in line
     if not first:
         # torchrun also reports the rank that ends first.
         time.sleep(CAUSE_S)
@@ -326,33 +323,26 @@ class Run:
     held_out: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # step, bits/byte
     train_s: float = 0.0  # without evaluation
     came: list[int] = dataclasses.field(default_factory=list)  # signals to end the run
-    # Of the last step: its events, its bytes, and its gradients by size.
-    events: list[Event] = dataclasses.field(default_factory=list)
-    measured: dict[str, int] = dataclasses.field(default_factory=dict)
-    exponents: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    def take(self, model: Zero3Sequential,
-             optimizer: Zero3Optimizer,
-             tape: Ledger,
-             ranks: Ranks) -> None:
-        """
-        ### Keep the measurements of a recorded step
-        """
-        self.events = tape.events
-        self.measured = {
-            "rank": ranks.rank,
-            "rest_bytes": held_bytes(model, optimizer),
-            "peak_bytes": tape.peak_live_bytes,
-            "sent_bytes": tape.sent_bytes,
-            "between_bytes": tape.between_bytes,
-            "messages": tape.messages,
-            "order_bytes": tape.order_bytes,
-            "read_bytes": tape.read_bytes,
-            "written_bytes": tape.written_bytes,
-            "disk_bytes": disk_bytes(model, optimizer),
-            "out_bytes": tape.out_bytes,
-            "in_bytes": tape.in_bytes,
-        }
+
+def measured(tape: Ledger, rank: int) -> dict[str, int]:
+    """
+    ## The bytes of a recorded step, and those that stay after it
+    """
+    return {
+        "rank": rank,
+        "rest_bytes": held_bytes(tape.model, tape.optimizer),
+        "peak_bytes": tape.peak_live_bytes,
+        "sent_bytes": tape.sent_bytes,
+        "between_bytes": tape.between_bytes,
+        "messages": tape.messages,
+        "order_bytes": tape.order_bytes,
+        "read_bytes": tape.read_bytes,
+        "written_bytes": tape.written_bytes,
+        "disk_bytes": disk_bytes(tape.model, tape.optimizer),
+        "out_bytes": tape.out_bytes,
+        "in_bytes": tape.in_bytes,
+    }
 
 
 def take_up(args: Namespace, ranks: Ranks) -> Path | None:
