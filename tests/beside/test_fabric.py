@@ -210,7 +210,7 @@ def test_each_call_is_right_alone(ours):
 def test_what_cannot_be_right_is_an_error(ours):
     """
     Each says what to do. Breaks if Fabric does something else in silence.
-    Proves `Zero3Strategy.setup_module`, `look_at_wrapper`, `at_rest`.
+    Proves `Zero3Strategy.setup_module`, `look_at_wrapper`, `elsewhere`.
     """
     for name, cure in {
             "DDP": "Zero3Strategy", "one rank": "before `wrap`", "mixed": "model.bfloat16()",

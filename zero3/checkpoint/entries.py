@@ -602,7 +602,7 @@ class Entries(Named):
                     master.copy_(param)
                 self._take_states(checkpoint, flat, master.dtype, param.dtype)
         for flat, whole in self._wholes():
-            if whole.param is not None:
+            if self.owners and whole in self.owners.own:
                 self._take_whole(checkpoint, flat, whole)
         for name, tensor in self.found.items():
             tensor.copy_(checkpoint.replicated(self.comm.rank, name))
