@@ -196,7 +196,7 @@ def test_each_call_is_right_alone(ours):
     A plain model goes into DDP, a sharded one stays what it is. Full gradients wait while
     `no_backward_sync` is on, and the norm is that of both ranks. Shards in CPU memory stay there.
     Proves `Zero3Strategy.setup_module`, `Zero3Strategy.module_to_device`,
-    `HoldBack`, `HoldBack.no_backward_sync`.
+    `Zero3Strategy.no_backward_sync`.
     """
     for rank, found in enumerate(ours):
         assert found["plain"] is DistributedDataParallel and found["same"]

@@ -72,7 +72,8 @@ class Zero3Strategy(DDPStrategy):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._backward_sync_control = HoldBack(self.optimizers)
+        # Whom Fabric asks for `no_backward_sync`.
+        self._backward_sync_control = self
 
     # ------------------------------------------------------------------------------------- set up
 
@@ -111,6 +112,19 @@ class Zero3Strategy(DDPStrategy):
         """
         self.optimizers.append(optimizer)
         return optimizer
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        """
+        ### Hold back the gradients of a micro-batch: `Zero3Optimizer.no_sync`
+
+        * `enabled` is false for the last micro-batch
+        """
+        if not isinstance(module, ShardedModel):
+            return _DDPBackwardSyncControl().no_backward_sync(module, enabled)
+        optimizer = optimizer_of(module, self.optimizers)
+        if enabled and isinstance(optimizer, Zero3Optimizer):
+            return optimizer.no_sync()
+        return nullcontext()
 
     # ------------------------------------------------------------------------------------ clipping
 
@@ -181,25 +195,3 @@ class Zero3Strategy(DDPStrategy):
               "its model beside it", lost,
               "pass both, as `{\"model\": model, \"optimizer\": optimizer}`")
         return pairs, rest, Path(path) / REST if pairs else path
-
-
-class HoldBack(_DDPBackwardSyncControl):
-    """
-    ## What `fabric.no_backward_sync` asks
-    """
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.optimizers = optimizers
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        """
-        ### Hold back the gradients of a micro-batch: `Zero3Optimizer.no_sync`
-
-        * `enabled` is false for the last micro-batch
-        """
-        if not isinstance(module, ShardedModel):
-            return super().no_backward_sync(module, enabled)
-        optimizer = optimizer_of(module, self.optimizers)
-        if enabled and isinstance(optimizer, Zero3Optimizer):
-            return optimizer.no_sync()
-        return nullcontext()

@@ -204,10 +204,6 @@ class Portion:
         grad = self.flat.shard.grad
         return None if grad is None else plain_part(grad)
 
-    @property
-    def has_grad(self) -> bool:
-        return self.grad is not None or self.file_norms is not None
-
     def norms(self) -> torch.Tensor | None:
         """
         ### The norms of the gradient's blocks, `(blocks,)`, if there is one

@@ -363,10 +363,9 @@ class Zero3Optimizer(Stepper):
         #### Put masters, moments and gradients where they rest
         """
         two = torch.zeros(2, device=self.device)
-        moments: dict[str, None] = {}
-        for group in elementwise(options):
-            moments |= dict.fromkeys(moments_of(optimizer_class, kwargs, group, two)[0])
-        self.moments = list(moments)
+        moments = chain(*(moments_of(optimizer_class, kwargs, group, two)[0]
+                          for group in elementwise(options)))
+        self.moments = list(dict.fromkeys(moments))
         # Check now whether there is room for everything. The first step creates the moments, and
         # would fail in the middle.
         need_bytes = {} if self.offload.tier == "nvme" else {self.device: 0}
@@ -378,9 +377,9 @@ class Zero3Optimizer(Stepper):
                     need_bytes[portion.device] += portion.nbytes(self.moments)
         for device, nbytes in need_bytes.items():
             self.offload.check(self, "masters, moments and gradients", nbytes, device)
-        divided = self.offload.fraction not in (0, 1)
-        self.expect(not (divided and any(states.wholes for states in self.shard_states)),
-                    "cannot divide its states", "parameters that are stepped element by element",
+        some_whole = any(states.wholes for states in self.shard_states)
+        self.expect(self.offload.fraction in (0, 1) or not some_whole, "cannot divide its states",
+                    "parameters that are stepped element by element",
                     "some that are stepped whole", "leave `fraction` out")
         for states in self.shard_states:
             states.place(self.moments)
@@ -392,9 +391,9 @@ class Zero3Optimizer(Stepper):
         count = self.offload.buffers - 1
         if len(in_files) > count:
             in_files[count].prefetch = in_files[:count]
-        widened = [len(states.shard) * states.master_dtype.itemsize for states in self.shard_states
-                   if states.grad_dtype != states.master_dtype]
-        self._scratch_bytes = max(widened, default=0)
+        self._scratch_bytes = max((
+            len(states.shard) * states.master_dtype.itemsize for states in self.shard_states
+            if states.grad_dtype != states.master_dtype), default=0)
 
     def _make_inner(self, optimizer_class: Callable[..., torch.optim.Optimizer],
                     kwargs: dict[str, Any], options: list[dict[str, Any]]) -> None:
@@ -580,7 +579,11 @@ class Zero3Optimizer(Stepper):
         """
         before = torch.get_num_threads()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
-        torch.set_num_threads(step_threads(self.device, self.layers[0].device, before, ranks))
+        threads = step_threads(self.device, self.layers[0].device, before, ranks)
+        if threads == before:
+            yield
+            return
+        torch.set_num_threads(threads)
         try:
             yield
         finally:
@@ -680,7 +683,7 @@ class Zero3Optimizer(Stepper):
                                for norm in norms]).square()  # (shards,) fp64
         for i, states in enumerate(self.shard_states):
             used = states.used
-            if norms[i] is not None and used is not None and len(used) < len(states.flat.slots):
+            if used is not None and len(used) < len(states.flat.slots):
                 # A square is never negative, so a minus can say that this rank had no gradient for
                 # some of the shard's parameters.
                 squares[i].neg_()

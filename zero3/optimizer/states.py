@@ -195,7 +195,7 @@ class ShardStates:
 
     @property
     def has_grad(self) -> bool:
-        return all(portion.has_grad for portion in self.current())
+        return self.shard.grad is not None
 
     @property
     def used(self) -> set[tuple[str, ...]] | None:
@@ -295,15 +295,11 @@ class ShardStates:
         """
         #### Round the masters into the shard
         """
-        storage = self.flat.storage
-        if len(here) == 1:
-            storage.replace(here[0].master)
-            return
-        values = storage.load()
-        for each in here:
-            values[each.where].copy_(each.master)
-        storage.save()
-        storage.release()
+        masters = [each.master for each in here]
+        if len(masters) > 1:
+            # They travel in the shard's data type.
+            masters = [whole_of([each.to(self.shard.device, self.shard.dtype) for each in masters])]
+        self.flat.storage.replace(masters[0])
 
     # --------------------------------------------------------------------------------------- pieces
 

@@ -81,8 +81,6 @@ from zero3.optimizer.states import ShardStates
 Maker = Callable[..., torch.optim.Optimizer]
 Options = dict[str, object]
 GroupBy = Callable[[str, nn.Parameter], Options]
-# Tensors, and the rank that each goes to or comes from, by the number of its shard.
-Messages = list[tuple[int, torch.Tensor]]
 KNOWN_LOOKS = ("element", "parameter")
 STEPS_EACH = "one that steps each parameter by itself, with a dense gradient"
 _CURE = ("give this optimizer the hidden matrices alone, and the rest to another one: "
@@ -320,8 +318,9 @@ class Owners:
         """
         comm = self.comm
         sharing = ranks_of_parts(comm)
-        there: Messages = []
-        here: Messages = []
+        # Tensors, and the rank that each goes to or comes from, by the number of its shard.
+        there: list[tuple[int, torch.Tensor]] = []
+        here: list[tuple[int, torch.Tensor]] = []
         nbytes = 0
         for whole, piece, at_owner in carried:
             nbytes += whole.numel * piece.itemsize
@@ -331,10 +330,8 @@ class Owners:
             here += [(rank, at_owner[whole.within(rank)]) for rank in range(comm.world_size)
                      if rank != whole.owner]
             mine = at_owner[whole.within(comm.rank)]
-            if event == "collect":
-                mine.copy_(piece)
-            else:
-                piece.copy_(mine)
+            target, source = (mine, piece) if event == "collect" else (piece, mine)
+            target.copy_(source)
         sends, receives = (there, here) if event == "collect" else (here, there)
         # As many bytes, without memory.
         size = torch.empty(1, dtype=torch.uint8).expand(nbytes)
