@@ -259,8 +259,7 @@ def test_muon_and_adamw_give_the_bits_of_plain_pytorch(world_size):
     norm differs from plain PyTorch's in the order of its sums, so both clip by ours. Breaks if a
     piece is missing or in the wrong place, if a gradient is scaled twice or not at all, or if the
     owner steps something that plain PyTorch does not.
-    Proves `Owners.step`, `Whole.within`, `Whole.in_shard`, `in_rounds`, `elementwise`,
-    `is_whole`.
+    Proves `Owners.step`, `Whole.within`, `Whole.in_shard`, `in_rounds`, `is_whole`.
     """
     cases = [("chain", torch.float32, 0.05, 2, {}), ("wrap", torch.float32, None, 1, {}),
              ("chain", BF16, None, 1, {}), ("wrap", BF16, 0.05, 2, {"reduce_dtype": None})]

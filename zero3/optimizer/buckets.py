@@ -74,18 +74,15 @@ class Bucket(Reducer):
         """
         # The end of a backward pass offers every layer once more.
         already_here = layer in self.layers or self._is_waiting(layer)
-        if self.holds or already_here:
-            return True
-
-        gradients = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
-        if self._fills(gradients) or self.comm.divisor == 1:
-            # Send them at once, without a copy, ahead of the layers that wait.
-            self._send(gradients)
-            return True
-
-        self.waiting += gradients
-        if self._fills(self.waiting):
-            self._send_waiting()
+        if not self.holds and not already_here:
+            gradients = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
+            if self._fills(gradients) or self.comm.divisor == 1:
+                # Send them at once, without a copy, ahead of the layers that wait.
+                self._send(gradients)
+            else:
+                self.waiting += gradients
+                if self._fills(self.waiting):
+                    self._send_waiting()
         return True
 
     def finish(self, layer: Reducible) -> None:

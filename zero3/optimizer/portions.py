@@ -268,7 +268,9 @@ class Portion:
         * `stale` says that the caller has written into the shard
         """
         views = self.in_file.wait() if self.in_file is not None else {}
-        self.put_master(self._current_master(views, stale))
+        master = self._current_master(views, stale)
+        if master is not self.master:
+            self.put_master(master)
         for known, name, view in self._moments(state, views):
             if not known[name].numel():
                 known[name] = view

@@ -100,7 +100,6 @@ from zero3.optimizer.whole import (
     Owners,
     Stepper,
     class_name,
-    elementwise,
     is_whole,
     looks_at,
 )
@@ -215,8 +214,10 @@ class Zero3Optimizer(Stepper):
         self.expect(some, "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
         self._choose_fused(optimizer_class, kwargs)
-        self._place_states(optimizer_class, kwargs, options)
-        self._make_inner(optimizer_class, kwargs, options)
+        # The groups that are stepped element by element.
+        groups = [each for each in options if not is_whole(each)]
+        self._place_states(optimizer_class, kwargs, groups)
+        self._make_inner(optimizer_class, kwargs, groups, options[len(groups) :])
 
     # --------------------------------------------------------------------------------------- build
 
@@ -358,13 +359,13 @@ class Zero3Optimizer(Stepper):
             kwargs["fused"] = True
 
     def _place_states(self, optimizer_class: Callable[..., torch.optim.Optimizer],
-                      kwargs: dict[str, Any], options: list[dict[str, Any]]) -> None:
+                      kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         """
         #### Put masters, moments and gradients where they rest
         """
         two = torch.zeros(2, device=self.device)
         moments = chain(*(moments_of(optimizer_class, kwargs, group, two)[0]
-                          for group in elementwise(options)))
+                          for group in groups))
         self.moments = list(dict.fromkeys(moments))
         # Check now whether there is room for everything. The first step creates the moments, and
         # would fail in the middle.
@@ -396,23 +397,23 @@ class Zero3Optimizer(Stepper):
             if states.grad_dtype != states.master_dtype), default=0)
 
     def _make_inner(self, optimizer_class: Callable[..., torch.optim.Optimizer],
-                    kwargs: dict[str, Any], options: list[dict[str, Any]]) -> None:
+                    kwargs: dict[str, Any], groups: list[dict[str, Any]],
+                    of_owners: list[dict[str, Any]]) -> None:
         """
         #### Build the wrapped torch optimizer, whose parameters are the pieces of the masters
 
-        `Piece` explains them. The formula of the step is torch's own.
+        `Piece` explains them. The formula of the step is torch's own. Parameters that are stepped
+        whole have optimizers of their own, for the groups `of_owners`.
         """
-        groups = [{**each, "params": self._params_of(i)}
-                  for i, each in enumerate(elementwise(options))]
-        self.inner = optimizer_class(groups or [{"params": []}], **kwargs)
+        full = [{**each, "params": self._params_of(i)} for i, each in enumerate(groups)]
+        self.inner = optimizer_class(full or [{"params": []}], **kwargs)
         del self.inner.param_groups[len(groups):]
         self.made_by = (optimizer_class, kwargs)
         whose = [(states.name, states.flat.slots[0].names, states.group_indices)
                  for states in self.shard_states]
         self._layout = zlib.crc32(str(whose).encode())
         super().__init__(self.inner.param_groups or [{"params": []}], self.inner.defaults)
-        # Parameters that are stepped whole have optimizers of their own, for the other groups.
-        self.owners = Owners(self, dict([*enumerate(options)][len(groups):]),
+        self.owners = Owners(self, dict(enumerate(of_owners, len(groups))),
                              plain_paths(self.model))
         self._share_groups()
         self.regroup()

@@ -618,13 +618,6 @@ def _tried(make: Maker, kwargs: Options, values: list[list[torch.Tensor]]) -> to
                       for param, value in zip(every, chain(*values), strict=True)])
 
 
-def elementwise(options: list[Options]) -> list[Options]:
-    """
-    ## The options of the param groups that are stepped element by element
-    """
-    return [each for each in options if not is_whole(each)]
-
-
 def is_whole(options: Options) -> bool:
     """
     ## Whether parameters with these options are stepped whole
