@@ -37,7 +37,8 @@ _WIDENED_BLOCKS = 1 << 10
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(model: nn.Module,
+                    max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     r"""
     ## Clip the gradient of a whole model
 
@@ -67,7 +68,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     norms = {flat: norm_of(block_norms(grad, flat.counted, norm_type), norm_type)
              for flat, grad in grads.items()}
     zero = torch.zeros((), dtype=torch.double, device=first.device)
-    mine = torch.stack([norms.get(flat, zero).to(zero) for flat in flats]
+    mine = torch.stack([norms.get(flat, zero).to(zero)
+                        for flat in flats]
                        or [zero])  # (shards,) fp64, device
     # Replicas have the same gradients, so count those of the first one.
     norms_of_ranks = first.comm.numbers(first, mine)[: first.comm.world_size]
@@ -83,7 +85,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     return norm
 
 
-def _check_clip(model: nn.Module, first: Any, flats: list[Any], norm_type: float) -> None:
+def _check_clip(model: nn.Module,
+                first: Any, flats: list[Any], norm_type: float) -> None:
     """
     #### Refuse gradients that cannot be clipped here
 

@@ -87,7 +87,8 @@ def whole_of(parts: list[torch.Tensor]) -> torch.Tensor:
     """
     ## The values of all portions, one after the other: a copy, if there are several
     """
-    return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].device) for part in parts])
+    return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].device)
+                                                       for part in parts])
 
 
 @dataclass(eq=False, repr=False)
@@ -145,7 +146,8 @@ class Portion:
         wide = len(moments) + (not self.can_step_shard)
         return self.numel * (wide * self.master_dtype.itemsize + self.grad_dtype.itemsize)
 
-    def place(self, layer: Zero3Layer, values: torch.Tensor, moments: list[str]) -> None:
+    def place(self, layer: Zero3Layer,
+              values: torch.Tensor, moments: list[str]) -> None:
         """
         ### Put the states where they rest
 
@@ -167,7 +169,8 @@ class Portion:
         if shares_file:
             storage.share(self.in_file)  # type: ignore[attr-defined]
 
-    def _open_file(self, layer: Zero3Layer, values: torch.Tensor, moments: list[str]) -> None:
+    def _open_file(self, layer: Zero3Layer,
+                   values: torch.Tensor, moments: list[str]) -> None:
         """
         #### Let the states rest in a file, with the master unless it is the shard
         """
@@ -260,7 +263,8 @@ class Portion:
     # ---------------------------------------------------------------------------------------- step
 
     @contextmanager
-    def in_memory(self, state: State, write: bool, stale: bool) -> Iterator[Here]:
+    def in_memory(self, state: State,
+                  write: bool, stale: bool) -> Iterator[Here]:
         """
         ### Master, moments and gradient in memory, inside this context
 

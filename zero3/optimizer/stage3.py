@@ -275,7 +275,8 @@ class Zero3Optimizer(Stepper):
         plain = plain_paths(self.model)
         flats = {flat: layer for layer in self.layers for flat in layer.flats
                  if flat.shard.requires_grad and len(flat.shard)}
-        special = {flat: self._special_options(flat, plain[layer]) for flat, layer in flats.items()}
+        special = {flat: self._special_options(flat, plain[layer])
+                   for flat, layer in flats.items()}
         # All stages of a pipeline get the same param groups, so a scheduler sets the same learning
         # rates on all of them.
         mine = [each for of_flat in special.values() for each in of_flat]
@@ -340,8 +341,10 @@ class Zero3Optimizer(Stepper):
         """
         first = self.comm.rank * len(flat.shard)
         shard = slice(first, first + len(flat.shard))
-        offsets = [*(slot.offset for slot in flat.slots), len(flat.full)]
-        return [inside(shard, slice(begin, end)) for begin, end in pairwise(offsets)]
+        offsets = [*(slot.offset
+                     for slot in flat.slots), len(flat.full)]
+        return [inside(shard, slice(begin, end))
+                for begin, end in pairwise(offsets)]
 
     def _choose_fused(self, optimizer_class: Callable[..., torch.optim.Optimizer],
                       kwargs: dict[str, Any]) -> None:
@@ -405,7 +408,8 @@ class Zero3Optimizer(Stepper):
         `Piece` explains them. The formula of the step is torch's own. Parameters that are stepped
         whole have optimizers of their own, for the groups `of_owners`.
         """
-        full = [{**each, "params": self._params_of(i)} for i, each in enumerate(groups)]
+        full = [{**each, "params": self._params_of(i)}
+                for i, each in enumerate(groups)]
         self.inner = optimizer_class(full or [{"params": []}], **kwargs)
         del self.inner.param_groups[len(groups):]
         self.made_by = (optimizer_class, kwargs)
@@ -418,7 +422,8 @@ class Zero3Optimizer(Stepper):
         self._share_groups()
         self.regroup()
         for states in self.shard_states:
-            if states.in_file is not None and any(p.param in self.state for p in states.pieces):
+            if states.in_file is not None and any(p.param in self.state
+                                                  for p in states.pieces):
                 # What the constructor made goes to the file.
                 with states.in_memory(self.state):
                     pass
@@ -705,12 +710,14 @@ class Zero3Optimizer(Stepper):
                  in zip(self.shard_states, partial_everywhere, strict=True) if is_partial]
         if not asked:
             return {}
-        mine = [float(slot.names in (states.used or ())) for states in asked
+        mine = [float(slot.names in (states.used or ()))
+                for states in asked
                 for slot in states.flat.slots]
         rows = self.comm.numbers(self, torch.tensor(
             mine, dtype=torch.double, device=self.layers[0].device))
         flags = iter((rows.sum(dim=0) > 0).tolist())
-        return {states: [next(flags) for _ in states.flat.slots] for states in asked}
+        return {states: [next(flags)
+                         for _ in states.flat.slots] for states in asked}
 
     def _overflow(self, squares: torch.Tensor, stages: torch.Tensor) -> None:
         """
@@ -851,7 +858,8 @@ class Zero3Optimizer(Stepper):
         for states in self.shard_states:
             in_buffer = states.in_file is not None
             with states.in_memory(self.state, write=False) as here:
-                masters.append(_kept(whole_of([each.master for each in here]), in_buffer))
+                masters.append(_kept(whole_of([each.master
+                                               for each in here]), in_buffer))
                 for piece in states.pieces:
                     known[piece.param] = {
                         key: _kept(value, in_buffer)
@@ -859,8 +867,10 @@ class Zero3Optimizer(Stepper):
         found = self.inner.state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         # In the order of the params, whichever of them was stepped first.
-        found["state"] = {i: known[params[i]] for i in sorted(found["state"])}
-        found["param_groups"] += [{**group, "params": []} for group in self.owners.param_groups]
+        found["state"] = {i: known[params[i]]
+                          for i in sorted(found["state"])}
+        found["param_groups"] += [{**group, "params": []}
+                                  for group in self.owners.param_groups]
         return {**found, "masters": masters, "wholes": self.owners.state_dict(),
                 "place": self._place,
                 "cuts": [states.keys for states in self.shard_states],
@@ -917,7 +927,8 @@ class Zero3Optimizer(Stepper):
             self.loss_scale = state_dict["loss_scale"]
 
 
-def step_threads(at: torch.device, device: torch.device, threads: int, ranks: int) -> int:
+def step_threads(at: torch.device,
+                 device: torch.device, threads: int, ranks: int) -> int:
     """
     ## The number of threads to compute a step with
 
@@ -955,7 +966,8 @@ def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
 
     `group_by` gets names that begin with these.
     """
-    return {module: names[0] for module, names in plain_names(model).items()}
+    return {module: names[0]
+            for module, names in plain_names(model).items()}
 
 
 def plain_names(model: nn.Module) -> dict[nn.Module, list[str]]:

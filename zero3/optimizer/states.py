@@ -263,7 +263,8 @@ class ShardStates:
             self.away()
 
     @contextmanager
-    def in_memory(self, state: State, write: bool = True) -> Iterator[list[Here]]:
+    def in_memory(self, state: State,
+                  write: bool = True) -> Iterator[list[Here]]:
         """
         ### Master, moments and gradient in memory, inside this context
 
@@ -298,7 +299,8 @@ class ShardStates:
         masters = [each.master for each in here]
         if len(masters) > 1:
             # They travel in the shard's data type.
-            masters = [whole_of([each.to(self.shard.device, self.shard.dtype) for each in masters])]
+            masters = [whole_of([each.to(self.shard.device, self.shard.dtype)
+                                 for each in masters])]
         self.flat.storage.replace(masters[0])
 
     # --------------------------------------------------------------------------------------- pieces
@@ -356,7 +358,8 @@ class ShardStates:
         """
         return next(i for i, span in enumerate(self.spans) if where.start < span.stop)
 
-    def split_by_use(self, used: list[bool], state: State) -> list[Piece]:
+    def split_by_use(self, used: list[bool],
+                     state: State) -> list[Piece]:
         """
         ### The pieces to step if only some parameters have a gradient
 
@@ -425,7 +428,8 @@ def moments_of(
     * `two` is a tensor `(2,)` on the device of the step
     """
     state = first_state(optimizer_class, kwargs, group, two)
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value
+               for name, value in state.items() if isinstance(value, torch.Tensor)}
     moments = [name for name, value in tensors.items()
                if value.shape == two.shape and value.dtype == two.dtype]
     state_bytes = sum(value.nbytes for value in tensors.values())

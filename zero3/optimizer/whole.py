@@ -116,7 +116,8 @@ class Owners:
         self.going: list[Trip] = []
         if groups:
             self._check_groups(groups)
-        owners = assign([cost(whole.shape) for whole in self.wholes], self.comm.world_size)
+        owners = assign([cost(whole.shape)
+                         for whole in self.wholes], self.comm.world_size)
         for whole, owner in zip(self.wholes, owners, strict=True):
             whole.owner = owner
         # What this rank owns, with the parameters of the inner optimizers.
@@ -240,7 +241,8 @@ class Owners:
             self._step_one(whole, tensors[0], tensors.pop(), factor)
         self.coming.remove(trip)
         self._land()
-        self._give_back(trip.wholes, {whole: values for whole, (values,) in trip.tensors.items()})
+        self._give_back(trip.wholes, {whole: values
+                                      for whole, (values,) in trip.tensors.items()})
 
     def _step_one(self, whole: Whole,
                   values: torch.Tensor,
@@ -289,7 +291,8 @@ class Owners:
                 where.stop - where.start, dtype=whole.states.master_dtype,
                 device=whole.states.layer.device))
             pieces[whole] = [piece]
-        carried = [(whole, piece, values.get(whole)) for whole, (piece,) in pieces.items()]
+        carried = [(whole, piece, values.get(whole))
+                   for whole, (piece,) in pieces.items()]
         self._start("give back", carried, wholes, pieces)
 
     def _land(self) -> None:
@@ -327,7 +330,8 @@ class Owners:
             if at_owner is None:
                 there.append((whole.owner, piece))
                 continue
-            here += [(rank, at_owner[whole.within(rank)]) for rank in range(comm.world_size)
+            here += [(rank, at_owner[whole.within(rank)])
+                     for rank in range(comm.world_size)
                      if rank != whole.owner]
             mine = at_owner[whole.within(comm.rank)]
             target, source = (mine, piece) if event == "collect" else (piece, mine)
@@ -377,7 +381,8 @@ class Owners:
         """
         ### The states of the parameters that this rank owns, by their numbers
         """
-        return {i: dict(self.state_of(whole)) for i, whole in enumerate(self.wholes)
+        return {i: dict(self.state_of(whole))
+                for i, whole in enumerate(self.wholes)
                 if self.state_of(whole)}
 
     def load_state_dict(self, states: dict[int, dict[str, object]], groups: Sequence[Options]
@@ -389,7 +394,8 @@ class Owners:
             if whole in self.own:
                 self.put_state(whole, states.get(i, {}))
         for group, saved in zip(self.param_groups, groups, strict=False):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update({key: value
+                          for key, value in saved.items() if key != "params"})
 
     def spread(self) -> dict[nn.Parameter, Spread]:
         """
@@ -402,10 +408,13 @@ class Owners:
         kinds = {}
         for i, own in self.state_dict().items():
             # A moment has the shape of its parameter.
-            dtypes = {key: value.dtype for key, value in own.items() if key != "step"
+            dtypes = {key: value.dtype
+                      for key, value in own.items() if key != "step"
                       and isinstance(value, torch.Tensor) and value.shape == self.wholes[i].shape}
-            kinds[i] = dtypes, {key: own[key] for key in own if key not in dtypes}
-        every = {i: each for theirs in self.comm.gather(kinds) for i, each in theirs.items()}
+            kinds[i] = dtypes, {key: own[key]
+                                for key in own if key not in dtypes}
+        every = {i: each
+                 for theirs in self.comm.gather(kinds) for i, each in theirs.items()}
         found: dict[nn.Parameter, Spread] = {}
         carried: list[Carried] = []
         for i, (dtypes, others) in sorted(every.items()):
@@ -420,7 +429,8 @@ class Owners:
             carried += [(whole, piece[: where.stop - where.start],
                          state[key].to(piece.device).reshape(-1) if state else None)
                         for key, piece in moments.items()]
-            found.update({piece.param: Spread(moments, others) for piece in whole.states.pieces
+            found.update({piece.param: Spread(moments, others)
+                          for piece in whole.states.pieces
                           if piece.where == span})
         self._start("give back", carried, [], {})
         self.going.pop().transfer.wait()
@@ -598,11 +608,13 @@ def looks_at(make: Maker, kwargs: Options, device: torch.device) -> str:
     return "element" if same else "parameter"
 
 
-def _tried(make: Maker, kwargs: Options, values: list[list[torch.Tensor]]) -> torch.Tensor:
+def _tried(make: Maker,
+           kwargs: Options, values: list[list[torch.Tensor]]) -> torch.Tensor:
     """
     #### By how much three steps change some values, with an optimizer for each list: `(n,)`
     """
-    params = [[nn.Parameter(value.clone()) for value in each] for each in values]
+    params = [[nn.Parameter(value.clone())
+               for value in each] for each in values]
     every = [*chain(*params)]
     device = every[0].device
     # A class may draw random numbers.
@@ -653,7 +665,8 @@ class Matrices:
         tables = {id(param) for module in plain.modules()
                   if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
                   for param in module.parameters(recurse=False)}
-        last = [id(param) for _, param in named if param.ndim == 2 and param.requires_grad][-1:]
+        last = [id(param)
+                for _, param in named if param.ndim == 2 and param.requires_grad][-1:]
         for name, param in named:
             said = [each for each in but if _is_in(name, each)]
             self.reasons[name] = (
