@@ -48,7 +48,7 @@ ROWS = (
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
 MOST = {"": 975, "beside": 460, "checkpoint": 1433, "comm": 999, "compiler": 1116, "compression":
-        896, "estimate": 769, "guards": 552, "inject": 753, "offload": 972, "optimizer": 1204,
+        896, "estimate": 769, "guards": 552, "inject": 753, "offload": 972, "optimizer": 1207,
         "pipeline": 937, "train": 963, "whole_model": 975}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1499

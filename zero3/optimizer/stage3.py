@@ -422,11 +422,13 @@ class Zero3Optimizer(Stepper):
         self._share_groups()
         self.regroup()
         for states in self.shard_states:
-            if states.in_file is not None and any(p.param in self.state
-                                                  for p in states.pieces):
-                # What the constructor made goes to the file.
-                with states.in_memory(self.state):
-                    pass
+            first = states.portions[0]
+            if first.in_file is not None:
+                # The constructor has seen their sizes. What it has made goes to the file.
+                first.put_master(first.master.new_empty(0))
+                if any(piece.param in self.state for piece in first.pieces):
+                    with states.in_memory(self.state):
+                        pass
 
     def _params_of(self, group_index: int) -> list[nn.Parameter]:
         """
