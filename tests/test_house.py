@@ -47,8 +47,8 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 975, "beside": 460, "checkpoint": 1433, "comm": 999, "compiler": 1116, "compression":
-        896, "estimate": 769, "guards": 552, "inject": 753, "offload": 972, "optimizer": 1207,
+MOST = {"": 975, "beside": 459, "checkpoint": 1433, "comm": 999, "compiler": 1116, "compression":
+        896, "estimate": 769, "guards": 552, "inject": 756, "offload": 972, "optimizer": 1207,
         "pipeline": 937, "train": 963, "whole_model": 975}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1499

@@ -183,9 +183,9 @@ class Accelerator(accelerate.Accelerator):
 
         `accumulate` calls this for all micro-batches but the last one.
         """
-        optimizer: Any = self._optimizer_of(model)
-        is_ours = isinstance(optimizer, Zero3Optimizer)
-        with optimizer.no_sync() if is_ours else super().no_sync(model):
+        optimizer = self._optimizer_of(model)
+        with (optimizer.no_sync() if isinstance(optimizer, Zero3Optimizer)
+              else super().no_sync(model)):
             yield
 
     def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:

@@ -39,6 +39,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero3.comm.collectives import all_gather_single, all_to_all_single, reduce_scatter_single
 from zero3.comm.order import Group
+from zero3.comm.parts import connect
 from zero3.guards.options import expect, same
 from zero3.optimizer.steps import before_steps
 from zero3.sharded import ShardedModel
@@ -62,7 +63,7 @@ class Line:
         self.group = replace(group, same_layers=True)
         self.sequence = sequence
         self.comm = self.group
-        # The sharded model, once there is one: `connect` of `comm/parts.py` sets it.
+        # The sharded model, once there is one: `connect` sets it.
         self.model: ShardedModel | None = None
         self.sent_bytes = 0
         self.compared = False
@@ -167,6 +168,12 @@ class Line:
             sent = SimpleNamespace(sent_bytes=sent_bytes, between_bytes=0, messages=1,
                                    order_bytes=0)
             self.model.listener.record(self, event, nbytes, sent)
+
+    def connect(self, model: nn.Module) -> None:
+        """
+        ### Tell the layers of a sharded model who has the other parts of its weights
+        """
+        connect(model)
 
     def border_of(self, module: nn.Module) -> "Border":
         """
