@@ -202,7 +202,7 @@ def test_the_parameters_of_the_optimizer_cannot_be_clipped(offload, tmp_path):
     """
     They have no gradients between steps, so torch's functions would clip nothing, and say nothing.
     Some loops clip them, Lightning Fabric's own for instance. Before the first step and after it.
-    Proves `at_rest`.
+    Proves `elsewhere`.
     """
     tier = Offload(offload, tmp_path) if offload == "nvme" else Offload(offload)
     model = shard(plain_chain(), tier)
@@ -341,9 +341,9 @@ def test_every_way_to_drop_gradients_drops_them_wherever_they_rest():
     `p.grad = None`; also of what `no_sync` holds back. Breaks where the gradient's holder does not
     see what happened to the shard's `.grad`: norms of 1.30, 2.37, 3.03 in place of 1.30, 1.07,
     0.89.
-    Proves I7, `GradientElsewhere`, `elsewhere`, `grad_of`, `set_grad`, `ShardStates.drop_grad`,
-    `ShardStates.drop_scaled_grad`, `ShardStates.grad_norm`, `ShardedModel.zero_grad`,
-    `Sharded.zero_grad`, `FlatParameter.drop_grad`.
+    Proves I7, `GradientElsewhere`, `elsewhere`, `ShardStates.drop_grad`,
+    `ShardStates.grad_norm`, `ShardedModel.zero_grad`, `Sharded.zero_grad`,
+    `FlatParameter.drop_grad`.
     """
     plain = plain_chain()
     reference, expected = torch.optim.SGD(plain.parameters(), 0.1), []
@@ -502,7 +502,7 @@ def test_parameters_without_a_gradient_stay_as_they_are(world_size):
     a checkpoint and a state dict: weights and counts are plain PyTorch's. Breaks where an unused
     parameter is stepped with a zero gradient (off by 4.9e-3), or shares its count with a used one.
     Proves I1, I8, `Zero3Optimizer._used`, `Zero3Optimizer._squares`, `Zero3Optimizer.regroup`,
-    `ShardStates.split_by_use`, `ShardStates.repartition`, `ShardStates.piece_numbers`,
+    `ShardStates.split_by_use`, `ShardStates.repartition`,
     `ShardStates.used`, `predict_optimizer`, `Entries.describe`, `Flat.within`,
     `_states_of`, `ShardGradient.note_used`.
     """
@@ -738,7 +738,7 @@ def test_states_that_an_optimizer_has_from_the_start_go_to_their_files():
     Adagrad makes its sums when it is built. They rest in files like all others, with the values
     that they were given, and no piece keeps elements in memory. Breaks where the optimizer does not
     let go of the pieces at the start.
-    Proves I8, `ShardStates.release_pieces`.
+    Proves I8, `Portion.in_memory`.
     """
     weights = []
     with tempfile.TemporaryDirectory() as folder:

@@ -221,9 +221,6 @@ class FlatParameter:
         # The ranges of the shard that count in the norm of the model; `None` stands for all of it
         # (see `comm/parts.py`).
         self.counted: list[slice] | None = None
-        # Whether to copy a reduced gradient that is a view of a bucket, so that the bucket can be
-        # freed.
-        self.copies_views = False
         self.shard_hooks: list[RemovableHandle] = []  # handles of hooks on the shard
         self.slots: list[Slot] = []
         offset = 0
@@ -438,8 +435,7 @@ class FlatParameter:
         * `total` is the reduced gradient, `(shard_numel,)`
         * `names` are the parameters that have contributed to it on this rank
         """
-        is_view = total.untyped_storage().nbytes() > total.nbytes
-        total = total.to(self.shard.device, copy=self.copies_views and is_view)
+        total = total.to(self.shard.device)
         if self.shard.grad is None:
             self.shard.grad = guards.mark(total, self, set(), names)
         else:

@@ -26,7 +26,8 @@ from torch.linalg import vector_norm
 
 from zero3.guards.contents import check_groups, stray
 from zero3.guards.moments import is_sharded
-from zero3.guards.shard_gradients import GradientElsewhere, grad_of, plain_part
+from zero3.guards.options import expect
+from zero3.guards.shard_gradients import GradientElsewhere, plain_part
 
 # Elements whose squares fp32 adds up at once (see `norm_of`). In fp32 they fill a block of a disk.
 BLOCK_NUMEL = 1 << 10
@@ -35,7 +36,8 @@ _WIDENED_BLOCKS = 1 << 10
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(model: nn.Module,
+                    max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     r"""
     ## Clip the gradient of a whole model
 
@@ -56,23 +58,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     layers: list[Any] = [m for m in model.modules() if is_sharded(m)]
     flats = [flat for layer in layers for flat in layer.flats if flat.shard.requires_grad]
     # In a pipeline, all layers of this stage may be frozen.
-    if not layers or not any(layers[0].comm.stages.gather(bool(flats))):
-        raise RuntimeError("clip_grad_norm_: no shards. Expected: a model with a trainable "
-                           f"Zero3Layer. Got: {type(model).__name__}. What to do: wrap it first.")
+    some = bool(layers) and any(layers[0].comm.stages.gather(bool(flats)))
+    expect(some, "clip_grad_norm_: no shards", "a model with a trainable Zero3Layer",
+           type(model).__name__, "wrap it first", RuntimeError)
     first = layers[0]
     _check_clip(model, first, flats, norm_type)
-    norms = []
-    grads = []
-    for flat in flats:
-        grad = grad_of(flat.shard)
-        if grad is None or not len(grad):
-            norms.append(torch.zeros((), dtype=torch.double))
-            continue
-        part = plain_part(grad)
-        grads.append(part)
-        norms.append(norm_of(block_norms(part, flat.counted, norm_type), norm_type).double())
-    norms = norms or [torch.zeros((), dtype=torch.double)]
-    mine = torch.stack([norm.to(first.device) for norm in norms])  # (shards,) fp64, device
+    grads = {flat: plain_part(grad) for flat in flats
+             if (grad := flat.shard.grad) is not None and len(grad)}
+    norms = {flat: norm_of(block_norms(grad, flat.counted, norm_type), norm_type)
+             for flat, grad in grads.items()}
+    zero = torch.zeros((), dtype=torch.double, device=first.device)
+    mine = torch.stack([norms.get(flat, zero).to(zero)
+                        for flat in flats]
+                       or [zero])  # (shards,) fp64, device
     # Replicas have the same gradients, so count those of the first one.
     norms_of_ranks = first.comm.numbers(first, mine)[: first.comm.world_size]
     norm = vector_norm(norms_of_ranks, norm_type)
@@ -82,12 +80,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     norm = vector_norm(first.comm.over_stages(first, norm.view(1)), norm_type)
     # torch adds the same 1e-6.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in grads:
+    for grad in grads.values():
         grad.mul_(factor.to(grad.device))
     return norm
 
 
-def _check_clip(model: nn.Module, first: Any, flats: list[Any], norm_type: float) -> None:
+def _check_clip(model: nn.Module,
+                first: Any, flats: list[Any], norm_type: float) -> None:
     """
     #### Refuse gradients that cannot be clipped here
 
@@ -103,7 +102,7 @@ def _check_clip(model: nn.Module, first: Any, flats: list[Any], norm_type: float
                  "the scaled ones of a `Zero3Optimizer`",
                  "pass `clip_grad_norm=` to it, which unscales first")
     for flat in flats:
-        is_elsewhere = isinstance(grad_of(flat.shard), GradientElsewhere)
+        is_elsewhere = isinstance(flat.shard.grad, GradientElsewhere)
         first.expect(flat.grad is None and not is_elsewhere, "cannot clip",
                      "gradients in the shards", "one that rests elsewhere, or "
                      "is held back by `no_sync()`", "pass `clip_grad_norm=` to `Zero3Optimizer`")

@@ -196,7 +196,7 @@ def test_each_call_is_right_alone(ours):
     A plain model goes into DDP, a sharded one stays what it is. Full gradients wait while
     `no_backward_sync` is on, and the norm is that of both ranks. Shards in CPU memory stay there.
     Proves `Zero3Strategy.setup_module`, `Zero3Strategy.module_to_device`,
-    `HoldBack`, `HoldBack.no_backward_sync`.
+    `Zero3Strategy.no_backward_sync`.
     """
     for rank, found in enumerate(ours):
         assert found["plain"] is DistributedDataParallel and found["same"]
@@ -210,7 +210,7 @@ def test_each_call_is_right_alone(ours):
 def test_what_cannot_be_right_is_an_error(ours):
     """
     Each says what to do. Breaks if Fabric does something else in silence.
-    Proves `Zero3Strategy.setup_module`, `look_at_wrapper`, `at_rest`.
+    Proves `Zero3Strategy.setup_module`, `look_at_wrapper`, `elsewhere`.
     """
     for name, cure in {
             "DDP": "Zero3Strategy", "one rank": "before `wrap`", "mixed": "model.bfloat16()",

@@ -225,7 +225,7 @@ def test_training_with_states_away_is_training_without_to_the_bit(ranks, dtype, 
     micro-batches. Breaks if a step does not bring the states back first.
     Proves I1, `StatesAway.offload`, `StatesAway.vacate`, `StatesAway.reload`, `StatesAway.back`,
     `away.Part`, `away.movable`, `optimizer_on_device`, `graph.Operation`, `ShardStates.bring_back`,
-    `ShardStates.put_master`, `ShardStates.master`.
+    `Portion.put_master`, `ShardStates.master`.
     """
     if backend == "inductor" and Inductor.missing(torch.device("cpu")):
         pytest.skip("needs a C++ compiler")

@@ -71,8 +71,8 @@ def test_a_model_that_gets_other_memory_goes_on_training(name):
     `to("cpu:0")` copies, and so does a conversion there and back. The optimizer has a view of the
     old memory, and would step that: no weight of the model would ever move again. Rounded or
     changed values are taken over, as plain PyTorch does. Breaks without the comparison of addresses
-    in `_follow_shard`.
-    Proves I1, `ShardStates._follow_shard`.
+    in `Portion._current_master`.
+    Proves I1, `Portion._current_master`.
     """
     for difference, gone in run(moves, 2, name):
         assert difference < 1e-6 < 0.1 < gone
@@ -102,7 +102,7 @@ def test_a_detour_through_another_data_type_is_a_write(dtype, tier, tmp_path):
     """
     The values come back in memory of their own, in the shard's data type. A master in 32 bits would
     undo the write in the next step, if nobody counted it. The learning rate is 0.
-    Proves I1, I8, `CountedShard`, `ShardStates._follow_shard`.
+    Proves I1, I8, `CountedShard`, `Portion._current_master`.
     """
     folder = tmp_path if tier == "nvme" else None
     assert run(rests, 2, dtype, tier, folder) == [True, True]

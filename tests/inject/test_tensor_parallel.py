@@ -751,8 +751,7 @@ def test_gradients_of_split_weights_are_not_clipped_by_the_norm_of_a_part():
     step compares the gradients of such weights. With ZeRO-3 on one rank beside the split, torch's
     norm is of a part, too. An overflow in one rank's part is one for all.
     Breaks if a rank steps with gradients that the others do not have.
-    Proves `_compare_gradients`, `shard_gradients._refuse`,
-    `_agree_on_overflow`.
+    Proves `_compare_gradients`, `ShardGradient`, `_agree_on_overflow`.
     """
     for alone, sharded, scale in run(by_parts, 2):
         assert "ranks (0, 1) all have" in alone and "`Zero3Optimizer(clip_grad_norm=)`" in alone

@@ -20,7 +20,6 @@ from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.estimate.ledger import Ledger
 from zero3.offload.activations import Activations
 from zero3.offload.disk import whole_blocks
-from zero3.optimizer.portions import shares
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FRACTIONS = (0, 0.25, 0.5, 0.6, 1)
@@ -116,8 +115,8 @@ def test_any_fraction_trains_to_the_same_bits(world_size, dtype, micro_batches, 
     clipping, param groups, and a parameter that is not always used and spans the cut. Breaks if the
     cut is not at the end of a block of the norm, or one portion takes the other's step for a write
     of the caller's.
-    Proves I8, `Portion`, `Portion.norms`, `Portion.open_file`, `Portion.stepped_names`,
-    `Portion.inside`, `portions.inside`, `block_norms`, `Cut`, `ShardStates.in_memory`, `Here`.
+    Proves I8, `Portion`, `Portion.norms`, `Portion.place`, `Portion.in_memory`, `stepped_names`,
+    `portions.inside`, `block_norms`, `ShardStates.in_memory`, `Here`.
     """
     for rank in run(some_steps, world_size, str(tmp_path), dtype, micro_batches):
         assert rank == dict.fromkeys([*FRACTIONS, "all"], True)
@@ -194,7 +193,7 @@ def resumed(folder):
 def test_a_checkpoint_fits_any_fraction(tmp_path):
     """
     And a `state_dict` fits the same one. Breaks if the files of a checkpoint show the cut.
-    Proves `whole_of`, `Entries.tensors`, `Entries.take`, `ShardStates.piece_numbers`.
+    Proves `whole_of`, `Entries.tensors`, `Entries.take`, `ShardStates.repartition`.
     """
     for rank in run(resumed, 2, str(tmp_path)):
         assert rank == [True] * 2 * (1 + len(FRACTIONS))
@@ -228,7 +227,7 @@ def test_bytes_fall_in_proportion(tmp_path):
     Eight layers with 8,192 elements on each of two ranks. Their shards are their own masters, so
     two moments and a gradient are in files. Each step writes all of that, and reads what is in no
     buffer. With 0, 0.25, 0.5 and 1 of the states it is exactly so much.
-    Proves `ShardStates.shares`, `ShardStates.nbytes`, `ShardStates.in_file`.
+    Proves `ShardStates.divide`, `Portion.nbytes`, `ShardStates.in_file`.
     """
     for found in run(bytes_moved, 2, str(tmp_path)):
         read, written, on_disk = found[1]
@@ -245,11 +244,11 @@ def test_bytes_fall_in_proportion(tmp_path):
 def test_the_cut_is_at_the_end_of_a_block(numel, fraction, cut):
     """
     The formula at the head of the chapter, and its table.
-    Proves `portions.shares`, `Share`.
+    Proves `ShardStates.divide`.
     """
-    cpu = torch.device("cpu")
-    found = shares(Offload("cpu", fraction=fraction), numel, cpu, cpu)
-    assert [(share.where.start, share.where.stop, share.offload.tier) for share in found] == [
+    model = Zero3Layer(nn.Linear(numel, 1, bias=False))
+    (states,) = Zero3Optimizer(model, offload=Offload("cpu", fraction=fraction)).shard_states
+    assert [(p.where.start, p.where.stop, p.offload.tier) for p in states.portions] == [
         each for each in ((0, cut, "cpu"), (cut, numel, "device")) if each[0] < each[1]]
     assert cut in (0, numel) or (cut - 1024) / numel < fraction <= cut / numel
     assert whole_blocks(4 * math.ceil(fraction * numel)) == whole_blocks(4 * cut) or cut == numel

@@ -144,7 +144,7 @@ def test_every_model_trains_from_files_as_in_plain_pytorch(world_size, tmp_path)
     All of `tests/cases.py`: layers called twice, out of order, frozen, unused, recomputed, nested.
     Breaks where what was read ahead is taken for what was asked for.
     Proves I1, I8, `InFile.load`, `InFile.read_async`, `Zero3Layer._backward_event`, `own_modules`,
-    `Offload.place`, `ShardStates.nbytes`.
+    `Offload.place`, `Portion.nbytes`.
     """
     for rank in run(all_cases, world_size, str(tmp_path)):
         # One has parameters in fp32.
@@ -181,7 +181,7 @@ def other_optimizers(folder):
 def test_optimizers_with_other_moments_and_with_none_rest_in_files_too(tmp_path):
     """
     What an optimizer keeps is found out, and not assumed; Adagrad makes it before the first step.
-    Proves I8, `moments_of`, `ShardStates._moments`, `ShardStates.drop_grad`.
+    Proves I8, `moments_of`, `Portion._moments`, `ShardStates.drop_grad`.
     """
     assert run(other_optimizers, 2, str(tmp_path)) == [[True] * 5] * 2
 
@@ -216,9 +216,9 @@ def written_and_loaded(folder):
 def test_states_in_files_leave_pieces_without_elements(tmp_path):
     """
     And what an optimizer has made when it was built is in the file, as Adagrad's sums are. Breaks
-    without `release_pieces`: the pieces would say that each element is there, and the sums begin at
-    zero.
-    Proves `ShardStates.release_pieces`.
+    if nothing is written then: the pieces would say that each element is there, and the sums begin
+    at zero.
+    Proves `Zero3Optimizer._make_inner`.
     """
     model = Zero3Sequential([Zero3Layer(nn.Linear(3, 3))])
     optimizer = Zero3Optimizer(model, torch.optim.Adagrad, initial_accumulator_value=0.25,
@@ -487,7 +487,7 @@ def test_a_step_reads_the_next_shard_and_does_not_wait_for_the_last_ones_write(w
     """
     read(i+1) is issued before step(i), and write(i-1) is not waited for before step(i) starts; what
     the step begins with was read in backward. Breaks where the pipeline takes one after the other.
-    Proves `Zero3Optimizer._step`, `ShardStates.read_async`, `ShardStates.add_grad`,
+    Proves `Zero3Optimizer._step`, `ShardStates.add_grad`,
     `InFile.write_async`.
     """
     for events in run(tape_of_a_step, world_size, str(tmp_path)):

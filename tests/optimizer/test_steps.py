@@ -69,25 +69,25 @@ def test_a_model_that_python_collects_within_a_step_harms_nobody(name):
     A cell of a notebook that is run again leaves the old model to Python, which collects it at any
     moment. Breaks if a hook is removed while PyTorch goes through the hooks: `OrderedDict mutated
     during iteration`, in a step of another model. Breaks too if a model that is gone is kept.
-    Proves `Followers`, `Followers.__init__`, `Followers.add`.
+    Proves `steps.tell`.
     """
     assert run(collected_meanwhile, 1, name) == [True]
 
 
 def test_one_who_hears_of_a_step_may_add_another_and_go():
     """
-    Proves `Followers.add`, `Followers.remove`.
+    Proves `steps.tell`.
     """
     first, second = Zero3Layer(nn.Linear(2, 2)), Zero3Layer(nn.Linear(2, 2))
     heard = []
 
     def hear(owner, *_):
         heard.append(owner)
-        after_steps.remove(owner)
+        after_steps.pop(owner)
         if owner is first:
-            after_steps.add(second, hear)
+            after_steps[second] = hear
 
-    after_steps.add(first, hear)
+    after_steps[first] = hear
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     for _ in range(3):
         optimizer.step()

@@ -259,8 +259,7 @@ def test_muon_and_adamw_give_the_bits_of_plain_pytorch(world_size):
     norm differs from plain PyTorch's in the order of its sums, so both clip by ours. Breaks if a
     piece is missing or in the wrong place, if a gradient is scaled twice or not at all, or if the
     owner steps something that plain PyTorch does not.
-    Proves `Owners.step`, `Whole.within`, `Whole.in_shard`, `in_rounds`, `elementwise`,
-    `elementwise_first`.
+    Proves `Owners.step`, `Whole.within`, `Whole.in_shard`, `in_rounds`, `is_whole`.
     """
     cases = [("chain", torch.float32, 0.05, 2, {}), ("wrap", torch.float32, None, 1, {}),
              ("chain", BF16, None, 1, {}), ("wrap", BF16, 0.05, 2, {"reduce_dtype": None})]
@@ -280,7 +279,7 @@ def test_a_norm_of_each_parameter_and_factored_moments_are_those_of_the_whole_pa
     LAMB's step divides by norms of the parameter, and Adafactor keeps one number for each row and
     column: on shards both would be others. Each is tried for some parameters, and as the class of
     the whole optimizer, which finds out that it is not elementwise.
-    Proves `always_whole`, `looks_at`, `Owners.step`, `cost`.
+    Proves `Zero3Optimizer._check_model`, `looks_at`, `Owners.step`, `cost`.
     """
     every = {"default": {"lr": 0.05}, "group_by": nothing}
     cases = [("chain", torch.float32, None, 1, {"group_by": lamb}),

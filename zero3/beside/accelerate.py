@@ -57,9 +57,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
-from zero3.beside.pairs import optimizer_of
+from zero3.beside.pairs import check, optimizer_of
 from zero3.checkpoint.save_load import load, save
-from zero3.guards.options import expect
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.sharded import Sharded, ShardedModel, comm_of
 from zero3.whole_model.materialise import buffers_of
@@ -90,28 +89,23 @@ class Accelerator(accelerate.Accelerator):
         """
         super().__init__(*args, **kwargs)
         # The sharded models and their optimizers, while a state is saved or loaded.
-        self._pairs: list[tuple[ShardedModel, torch.optim.Optimizer | None]] = []
+        self._pairs: dict[nn.Module, torch.optim.Optimizer | None] = {}
         self.register_save_state_pre_hook(self._save_shards)
         self.register_load_state_pre_hook(self._load_shards)
-        self._expect(self.mixed_precision in ("no", "bf16"), "cannot scale the loss of shards",
-                     "`mixed_precision` of \"no\" or \"bf16\"", repr(self.mixed_precision),
-                     "for fp16 call `model.half()` before `wrap`, and pass "
-                     "`loss_scale=\"dynamic\"` to `Zero3Optimizer`")
+        check(self.mixed_precision in ("no", "bf16"),
+              "the Accelerator cannot scale the loss of shards",
+              "`mixed_precision` of \"no\" or \"bf16\"", repr(self.mixed_precision),
+              "for fp16 call `model.half()` before `wrap`, and pass "
+              "`loss_scale=\"dynamic\"` to `Zero3Optimizer`")
         is_plain = self.distributed_type not in _OTHERS and self.parallelism_config is None
-        self._expect(is_plain, "cannot shard what another library shards", "no plugin of FSDP, "
-                     "DeepSpeed or Megatron-LM, and no `parallelism_config`",
-                     self.distributed_type.value, "leave them out, also in the file that "
-                     "`accelerate config` has written")
+        check(is_plain, "the Accelerator cannot shard what another library shards",
+              "no plugin of FSDP, DeepSpeed or Megatron-LM, and no `parallelism_config`",
+              self.distributed_type.value, "leave them out, also in the file that "
+              "`accelerate config` has written")
         backend = self.state.dynamo_plugin.backend
-        self._expect(backend == DynamoBackend.NO, "cannot compile a sharded model from outside",
-                     "no `dynamo_backend`", backend.value, "shard the model by `zero3.compile`")
-
-    def _expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None:
-        """
-        #### Raise `RuntimeError` unless this is good
-        """
-        expect(good, f"rank {self.process_index}: the Accelerator {what}", expected, got, cure,
-               RuntimeError)
+        check(backend == DynamoBackend.NO,
+              "the Accelerator cannot compile a sharded model from outside",
+              "no `dynamo_backend`", backend.value, "shard the model by `zero3.compile`")
 
     # ----------------------------------------------------------------------------------- prepare
 
@@ -128,19 +122,19 @@ class Accelerator(accelerate.Accelerator):
         if not isinstance(model, ShardedModel):
             return super().prepare_model(model, device_placement, evaluation_mode)
         ranks = comm_of(model).divisor
-        self._expect(ranks == self.num_processes, "cannot feed this model",
-                     f"gradients that are means over all {self.num_processes} ranks",
-                     f"over {ranks}", "make the `Accelerator` before `wrap`, because it starts "
-                     "the other ranks; and pass no mesh that splits layers or stages")
+        check(ranks == self.num_processes, "the Accelerator cannot feed this model",
+              f"gradients that are means over all {self.num_processes} ranks",
+              f"over {ranks}", "make the `Accelerator` before `wrap`, because it starts "
+              "the other ranks; and pass no mesh that splits layers or stages")
         devices = {layer.device.type for layer in model.sharded_layers}
-        self._expect(devices == {self.device.type}, "cannot move a sharded model",
-                     f"shards on {self.device}", sorted(devices),
-                     "call `model.to(accelerator.device)` before `wrap`")
+        check(devices == {self.device.type}, "the Accelerator cannot move a sharded model",
+              f"shards on {self.device}", sorted(devices),
+              "call `model.to(accelerator.device)` before `wrap`")
         dtypes = {flat.full.dtype for layer in model.sharded_layers for flat in layer.flats}
         is_right = self.mixed_precision == "no" or torch.bfloat16 in dtypes
-        self._expect(is_right, "cannot train this model in mixed precision", "a model in bf16",
-                     sorted(map(str, dtypes)), "call `model.bfloat16()` before `wrap`; "
-                     "`Zero3Optimizer` keeps fp32 masters")
+        check(is_right, "the Accelerator cannot train this model in mixed precision",
+              "a model in bf16", sorted(map(str, dtypes)), "call `model.bfloat16()` before `wrap`; "
+              "`Zero3Optimizer` keeps fp32 masters")
         if model not in self._models:
             self._models.append(model)
         return model
@@ -170,9 +164,9 @@ class Accelerator(accelerate.Accelerator):
         if not scaled:
             super().backward(loss, **kwargs)
             return
-        self._expect(len(scaled) == 1, "cannot tell whose loss this is", "one optimizer with a "
-                     "loss scale", len(scaled), "call `optimizer.optimizer.backward(loss)` of the "
-                     "one that it is for")
+        check(len(scaled) == 1, "the Accelerator cannot tell whose loss this is",
+              "one optimizer with a loss scale", len(scaled),
+              "call `optimizer.optimizer.backward(loss)` of the one that it is for")
         scaled[0].backward(loss / self.gradient_accumulation_steps)
 
     def _scaled(self) -> list[Zero3Optimizer]:
@@ -190,12 +184,9 @@ class Accelerator(accelerate.Accelerator):
         `accumulate` calls this for all micro-batches but the last one.
         """
         optimizer = self._optimizer_of(model)
-        if isinstance(optimizer, Zero3Optimizer):
-            with optimizer.no_sync():
-                yield
-        else:
-            with super().no_sync(model):
-                yield
+        with (optimizer.no_sync() if isinstance(optimizer, Zero3Optimizer)
+              else super().no_sync(model)):
+            yield
 
     def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """
@@ -232,9 +223,9 @@ class Accelerator(accelerate.Accelerator):
             return model.clip_grad_norm_(max_norm, norm_type)
         # Nobody clips by infinity: Hugging Face's `Trainer` asks for the norm like this.
         same = max_norm == optimizer.clip_grad_norm or max_norm == math.inf
-        self._expect(same, "cannot clip gradients that are scaled or rest elsewhere",
-                     f"`Zero3Optimizer(clip_grad_norm={max_norm})`, which clips in its step",
-                     optimizer.clip_grad_norm, "pass it when you build the optimizer")
+        check(same, "the Accelerator cannot clip gradients that are scaled or rest elsewhere",
+              f"`Zero3Optimizer(clip_grad_norm={max_norm})`, which clips in its step",
+              optimizer.clip_grad_norm, "pass it when you build the optimizer")
         return None
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
@@ -243,8 +234,8 @@ class Accelerator(accelerate.Accelerator):
 
         Raises `RuntimeError` if the gradients are scaled: nearly all elements would be clipped.
         """
-        self._expect(not self._scaled(), "cannot clip scaled gradients by value", "a loss without "
-                     "a scale", "`loss_scale=`", "train in bf16, or clip by the norm")
+        check(not self._scaled(), "the Accelerator cannot clip scaled gradients by value",
+              "a loss without a scale", "`loss_scale=`", "train in bf16, or clip by the norm")
         super().clip_grad_value_(parameters, clip_value)
 
     # --------------------------------------------------------------------------- saving and loading
@@ -274,15 +265,14 @@ class Accelerator(accelerate.Accelerator):
         """
         models = self._models
         optimizers = self._optimizers
-        self._pairs = [(model, self._optimizer_of(model)) for model in models
-                       if isinstance(model, ShardedModel)]
-        found = [optimizer for _, optimizer in self._pairs]
-        plain = [each for each in optimizers if each.optimizer not in found]
+        self._pairs = {model: self._optimizer_of(model) for model in models
+                       if isinstance(model, ShardedModel)}
+        plain = [each for each in optimizers if each.optimizer not in self._pairs.values()]
         lost = [each for each in plain if isinstance(each, Prepared)]
-        self._expect(not lost, "cannot save or load an optimizer alone", "its model, as "
-                     "`prepare` has returned it", f"{len(lost)} of unknown models",
-                     "pass both to `prepare`: what `wrap` has returned, and an optimizer on it")
-        self._models = [each for each in models if not isinstance(each, ShardedModel)]
+        check(not lost, "the Accelerator cannot save or load an optimizer alone", "its model, as "
+              "`prepare` has returned it", f"{len(lost)} of unknown models",
+              "pass both to `prepare`: what `wrap` has returned, and an optimizer on it")
+        self._models = [each for each in models if each not in self._pairs]
         self._optimizers = plain
         try:
             yield
@@ -294,14 +284,14 @@ class Accelerator(accelerate.Accelerator):
         """
         #### A hook: save the shards, beside what accelerate saves
         """
-        for i, (model, optimizer) in enumerate(self._pairs):
+        for i, (model, optimizer) in enumerate(self._pairs.items()):
             save(Path(folder) / f"zero3_{i}", model, optimizer, step=self.save_iteration, keep=1)
 
     def _load_shards(self, models: list, folder: str) -> None:
         """
         #### A hook: load the shards, before accelerate loads the rest
         """
-        for i, (model, optimizer) in enumerate(self._pairs):
+        for i, (model, optimizer) in enumerate(self._pairs.items()):
             load(Path(folder) / f"zero3_{i}", model, optimizer)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
@@ -323,18 +313,16 @@ def whole_weights(model: ShardedModel, here: bool) -> dict[str, torch.Tensor]:
     * `here` says whether this rank wants them; all ranks call it (an all-gather for each layer)
     """
     found: dict[str, torch.Tensor] = {}
-    # A parameter with several names is copied once.
-    copies: dict[nn.Parameter, torch.Tensor] = {}
+    # A tensor with several names is copied once.
+    copies: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, layer in model.named_layers():
         with layer.full_params() as params:
             if not here:
                 continue
-            for name, param in params.items():
-                if param not in copies:
-                    copies[param] = param.detach().to("cpu", copy=True)
-                found[prefix + name] = copies[param]
-        for name, buffer in buffers_of(layer.module).items():
-            found[prefix + name] = buffer.to("cpu", copy=True)
+            for name, tensor in {**params, **buffers_of(layer.module)}.items():
+                if tensor not in copies:
+                    copies[tensor] = tensor.detach().to("cpu", copy=True)
+                found[prefix + name] = copies[tensor]
     # Names that a layer does not know, of parameters that it shares with others.
     tied = getattr(model, "tied", {})
     return found | {name: copies[param] for name, param in tied.items() if param in copies}

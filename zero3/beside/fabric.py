@@ -48,9 +48,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero3.beside.pairs import optimizer_of
+from zero3.beside.pairs import check, optimizer_of
 from zero3.checkpoint.save_load import load, save
-from zero3.guards.options import expect
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.sharded import ShardedModel, comm_of
 
@@ -73,14 +72,8 @@ class Zero3Strategy(DDPStrategy):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._backward_sync_control = HoldBack(self.optimizers)
-
-    def _expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None:
-        """
-        #### Raise `RuntimeError` unless this is good
-        """
-        expect(good, f"rank {self.global_rank}: the strategy {what}", expected, got, cure,
-               RuntimeError)
+        # Whom Fabric asks for `no_backward_sync`.
+        self._backward_sync_control = self
 
     # ------------------------------------------------------------------------------------- set up
 
@@ -103,14 +96,14 @@ class Zero3Strategy(DDPStrategy):
         if not isinstance(module, ShardedModel):
             return super().setup_module(module)
         ranks = comm_of(module).divisor
-        self._expect(ranks == self.world_size, "cannot feed this model", "gradients that are means "
-                     f"over all {self.world_size} ranks", f"over {ranks}", "call "
-                     "`fabric.launch()` before `wrap`; and pass no mesh that splits layers or "
-                     "stages")
+        check(ranks == self.world_size, "the strategy cannot feed this model",
+              f"gradients that are means over all {self.world_size} ranks", f"over {ranks}",
+              "call `fabric.launch()` before `wrap`; and pass no mesh that splits layers or stages")
         precision = self.precision.precision
-        self._expect(precision.endswith("-true"), "cannot train this model in mixed precision",
-                     "`precision=\"bf16-true\"`", precision, "call `model.bfloat16()` before "
-                     "`wrap`; `Zero3Optimizer` keeps fp32 masters")
+        check(precision.endswith("-true"),
+              "the strategy cannot train this model in mixed precision",
+              "`precision=\"bf16-true\"`", precision, "call `model.bfloat16()` before "
+              "`wrap`; `Zero3Optimizer` keeps fp32 masters")
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -119,6 +112,19 @@ class Zero3Strategy(DDPStrategy):
         """
         self.optimizers.append(optimizer)
         return optimizer
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        """
+        ### Hold back the gradients of a micro-batch: `Zero3Optimizer.no_sync`
+
+        * `enabled` is false for the last micro-batch
+        """
+        if not isinstance(module, ShardedModel):
+            return _DDPBackwardSyncControl().no_backward_sync(module, enabled)
+        optimizer = optimizer_of(module, self.optimizers)
+        if enabled and isinstance(optimizer, Zero3Optimizer):
+            return optimizer.no_sync()
+        return nullcontext()
 
     # ------------------------------------------------------------------------------------ clipping
 
@@ -134,9 +140,10 @@ class Zero3Strategy(DDPStrategy):
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type,
                                                error_if_nonfinite)
         norm = module.clip_grad_norm_(max_norm, norm_type)
-        self._expect(not error_if_nonfinite or bool(norm.isfinite()), "cannot clip by this norm",
-                     "a finite one", norm.item(), "call `zero_grad()` and leave out this batch; or "
-                     "pass `error_if_nonfinite=False`")
+        check(not error_if_nonfinite or bool(norm.isfinite()),
+              "the strategy cannot clip by this norm",
+              "a finite one", norm.item(), "call `zero_grad()` and leave out this batch; or "
+              "pass `error_if_nonfinite=False`")
         return norm
 
     # --------------------------------------------------------------------------- saving and loading
@@ -184,28 +191,7 @@ class Zero3Strategy(DDPStrategy):
         ours = {id(each) for pair in pairs.values() for each in pair}
         rest = {name: each for name, each in state.items() if id(each) not in ours}
         lost = [name for name, each in rest.items() if isinstance(each, Zero3Optimizer)]
-        self._expect(not lost, "cannot save or load an optimizer alone", "its model beside it",
-                     lost, "pass both, as `{\"model\": model, \"optimizer\": optimizer}`")
+        check(not lost, "the strategy cannot save or load an optimizer alone",
+              "its model beside it", lost,
+              "pass both, as `{\"model\": model, \"optimizer\": optimizer}`")
         return pairs, rest, Path(path) / REST if pairs else path
-
-
-class HoldBack(_DDPBackwardSyncControl):
-    """
-    ## What `fabric.no_backward_sync` asks
-    """
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.optimizers = optimizers
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        """
-        ### Hold back the gradients of a micro-batch: `Zero3Optimizer.no_sync`
-
-        * `enabled` is false for the last micro-batch
-        """
-        if not isinstance(module, ShardedModel):
-            return super().no_backward_sync(module, enabled)
-        optimizer = optimizer_of(module, self.optimizers)
-        if enabled and isinstance(optimizer, Zero3Optimizer):
-            return optimizer.no_sync()
-        return nullcontext()

@@ -14,8 +14,10 @@ $$\text{parameters of the optimizer} \cap \text{shards of the model} \ne \emptys
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from zero3.guards.options import expect
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.sharded import ShardedModel
 
@@ -33,3 +35,11 @@ def optimizer_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
         if not shards.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
             return optimizer
     return None
+
+
+def check(good: bool, what: str, expected: object, got: object, cure: str) -> None:
+    """
+    ## Raise `RuntimeError`, with the number of this rank, unless this is good
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    expect(good, f"rank {rank}: {what}", expected, got, cure, RuntimeError)

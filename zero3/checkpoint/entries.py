@@ -574,12 +574,10 @@ class Entries(Named):
         #### Load the states of the parameters that this rank owns
         """
         flats = {flat.owned: flat for flat in self.flats}
-        for whole in owners.wholes:
-            if whole.param is not None:
-                found = flats[whole.states].params[whole.position].found
-                owners.put_state(whole, _read_states(
-                    checkpoint, found, whole.states.master_dtype,
-                    partial(checkpoint.read_whole, found)))
+        for whole in owners.own:
+            found = flats[whole.states].params[whole.position].found
+            owners.put_state(whole, _read_states(checkpoint, found, whole.states.master_dtype,
+                                                 partial(checkpoint.read_whole, found)))
 
     def _take_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """

@@ -185,7 +185,7 @@ def movable(states: ShardStates, optimizer: Zero3Optimizer
     master stays, because the layer is gathered from it. So do the counters of steps.
     """
     if not states.shard_is_master:
-        yield states.master, states.put_master
+        yield states.master, states.portions[0].put_master
     for piece in states.pieces:
         known = optimizer.state.get(piece.param, {})
         for name in optimizer.moments:

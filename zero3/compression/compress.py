@@ -161,7 +161,7 @@ class Compression:
         self.most_taken = 0
         for method in methods:
             method.compression = self
-        after_steps.add(self, Compression._hear)
+        after_steps[self] = Compression._hear
 
     def _hear(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         # `step(closure)` calls `step()`, which has been counted.

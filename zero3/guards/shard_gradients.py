@@ -31,13 +31,15 @@ alone, and nothing notices.
 import copy
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, SupportsIndex
+from functools import partial
+from typing import SupportsIndex
 
 import torch
 from torch import nn
 
 from zero3.guards.freed import METADATA
 from zero3.guards.moments import Guarded
+from zero3.guards.options import expect
 
 # `clip_grad_norm_` and `get_total_norm` call these.
 _NORMS = {
@@ -79,15 +81,18 @@ class ShardGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in _NORMS:
-            _refuse(args, "cannot give a norm", "the norm of the whole model's gradient",
-                    f"`{func.__name__}` of the part that this rank has", _CURE)
+        layer = _layer(args)
+        if func in _NORMS and layer is not None:
+            has_all = layer.comm.world_size == layer.comm.stages.size == 1
+            layer.expect(has_all, "cannot give a norm", "the norm of the whole model's gradient",
+                         f"`{func.__name__}` of the part that this rank has", _CURE)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if func in _SAME and isinstance(result, torch.Tensor):
-                return _like(result, args[0])
-            if func is _UNSCALE:
-                _agree_on_overflow(*args, **(kwargs or {}))
+                # Such a copy refuses a norm too.
+                return mark(result, args[0].flat(), args[0].used)
+            if func is _UNSCALE and layer is not None:
+                _agree_on_overflow(layer, *args, **(kwargs or {}))
         return result
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
@@ -110,28 +115,23 @@ class GradientElsewhere(ShardGradient):
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func not in _ZERO:
-            _refuse(args, "has no gradient to read", "one in the shard's own memory",
-                    f"`{getattr(func, '__name__', func)}` of one that rests with its master",
-                    "let `Zero3Optimizer` clip, scale and step, by `clip_grad_norm=` and "
-                    "`loss_scale=`; `optimizer.shard_states[i].read_grad()` brings a gradient")
+        layer = _layer(args)
+        # Its model may be gone.
+        check = partial(expect, kind=RuntimeError) if layer is None else layer.expect
+        check(
+            func in _ZERO, "has no gradient to read", "one in the shard's own memory",
+            f"`{getattr(func, '__name__', func)}` of one that rests with its master",
+            "let `Zero3Optimizer` clip, scale and step, by `clip_grad_norm=` and `loss_scale=`; "
+            "`optimizer.shard_states[i].read_grad()` brings a gradient")
         for grad in _found(args):
             if not isinstance(grad, cls):
                 grad.zero_()
-                continue
-            flat = grad.flat()
-            if flat is not None and flat.sink is not None:
-                flat.sink.drop_grad(set_to_none=False)
+            elif (flat := grad.flat()) is not None:
+                (flat.sink or flat).drop_grad(set_to_none=False)
         return args[0]
 
     def __repr__(self, *, tensor_contents=None):
         return f"<a gradient of {len(self)} elements that is not here>"
-
-    def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return self.clone()
 
 
 def plain_part(grad: torch.Tensor) -> torch.Tensor:
@@ -159,46 +159,17 @@ def mark(grad: torch.Tensor,
     return grad
 
 
-def at_rest(piece: nn.Parameter, flat: object) -> None:
+def elsewhere(flat: object, param: nn.Parameter) -> GradientElsewhere:
     """
-    ## Give a parameter of the optimizer a gradient without memory, between steps
-
-    The shard has the gradient until the step. Without this, somebody who clips
-    `optimizer.param_groups` would find no gradients, and clip nothing.
-    """
-    piece.grad = elsewhere(flat, piece)
-
-
-def elsewhere(flat: Any, like: nn.Parameter | None = None) -> GradientElsewhere:
-    """
-    ## A gradient without memory, for the shard of a flat parameter
-
-    * `like` is another parameter to make it for
+    ## A gradient without memory, for the shard of a flat parameter, or for a part of its master
     """
     with torch._C.DisableTorchFunction():
-        shard = flat.shard if like is None else like
-        one = torch.empty(1, dtype=shard.grad_dtype or shard.dtype, device=shard.device)
-        grad = one.expand(len(shard)).as_subclass(GradientElsewhere)
+        one = torch.empty(1, dtype=param.grad_dtype or param.dtype, device=param.device)
+        grad = one.expand(len(param)).as_subclass(GradientElsewhere)
         grad.untyped_storage().resize_(0)
     grad.flat = weakref.ref(flat)
     grad.used = set()
     return grad
-
-
-def grad_of(shard: nn.Parameter) -> Any:
-    """
-    ## The gradient of a shard, even if the shard rests in a file
-    """
-    with torch._C.DisableTorchFunction():
-        return shard.grad
-
-
-def set_grad(shard: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """
-    ## Give a shard a gradient, even if the shard rests in a file
-    """
-    with torch._C.DisableTorchFunction():
-        shard.grad = grad
 
 
 # ---------------------------------------------------------------------------------------- helpers
@@ -215,42 +186,17 @@ def _found(args: Iterable[object]) -> Iterator[ShardGradient]:
             yield from _found(arg)
 
 
-def _like(result: torch.Tensor, grad: ShardGradient) -> torch.Tensor:
-    """
-    #### A result, marked like the gradient that it comes from, so that it refuses a norm too
-    """
-    if isinstance(result, ShardGradient):
-        return result
-    return mark(result, grad.flat(), grad.used)
-
-
 def _layer(args: Iterable[object]) -> Guarded | None:
     """
-    #### The layer of the first gradient among these, if it still exists
+    #### The layer of the gradients among these, if it still exists
     """
-    flat = next(_found(args)).flat()
-    return None if flat is None else flat.owner()
+    for grad in _found(args):
+        if (flat := grad.flat()) is not None:
+            return flat.owner()
+    return None
 
 
-def _refuse(args: Iterable[object],
-            what: str,
-            expected: str,
-            got: str,
-            cure: str) -> None:
-    """
-    #### Raise an error, unless this rank has the whole gradient
-    """
-    layer = _layer(args)
-    has_all = layer is None or layer.comm.world_size == layer.comm.stages.size == 1
-    is_elsewhere = any(isinstance(grad, GradientElsewhere) for grad in _found(args))
-    if is_elsewhere and layer is None:
-        raise RuntimeError(f"{what}: its model is gone. Expected: {expected}. Got: {got}. What to "
-                           f"do: {cure}.")
-    if layer is not None and (is_elsewhere or not has_all):
-        layer.expect(False, what, expected, got, cure)
-
-
-def _agree_on_overflow(grads: list[torch.Tensor], found_inf: torch.Tensor,
+def _agree_on_overflow(layer: Guarded, grads: list[torch.Tensor], found_inf: torch.Tensor,
                        inv_scale: torch.Tensor) -> None:
     """
     #### Tell all ranks about an overflow that one of them has in its shards
@@ -258,8 +204,6 @@ def _agree_on_overflow(grads: list[torch.Tensor], found_inf: torch.Tensor,
     All ranks call it: an all-gather of 4 bytes, for each data type of gradients; and one over the
     stages of a pipeline, or the ranks that split the weights.
     """
-    layer = _layer([grads])
-    if layer is not None:
-        mine = found_inf.view(1).to(layer.device)  # (1,) fp32, device
-        of_stage = layer.comm.numbers(layer, mine).max()
-        found_inf.copy_(layer.comm.over_stages(layer, of_stage.view(1)).max())
+    mine = found_inf.view(1).to(layer.device)  # (1,) fp32, device
+    of_stage = layer.comm.numbers(layer, mine).max()
+    found_inf.copy_(layer.comm.over_stages(layer, of_stage.view(1)).max())

@@ -207,7 +207,7 @@ class Line:
         for _, tensor in tensors:
             if not tensor.is_meta:
                 self._broadcast(tensor.detach())
-        before_steps.add(model, _compare_gradients)
+        before_steps[model] = _compare_gradients
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         """

@@ -29,7 +29,6 @@ The bytes on the wire are the same, and so are the sums, bit for bit.
 until the bucket is full, and while it is in flight they are there twice.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,18 +74,15 @@ class Bucket(Reducer):
         """
         # The end of a backward pass offers every layer once more.
         already_here = layer in self.layers or self._is_waiting(layer)
-        if self.holds or already_here:
-            return True
-
-        gradients = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
-        if self._fills(gradients) or self.comm.divisor == 1:
-            # Send them at once, without a copy, ahead of the layers that wait.
-            self._send(gradients)
-            return True
-
-        self.waiting += gradients
-        if self._fills(self.waiting):
-            self._send_waiting()
+        if not self.holds and not already_here:
+            gradients = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
+            if self._fills(gradients) or self.comm.divisor == 1:
+                # Send them at once, without a copy, ahead of the layers that wait.
+                self._send(gradients)
+            else:
+                self.waiting += gradients
+                if self._fills(self.waiting):
+                    self._send_waiting()
         return True
 
     def finish(self, layer: Reducible) -> None:
@@ -96,10 +92,9 @@ class Bucket(Reducer):
         if self._is_waiting(layer):
             self._send_waiting()
         if layer in self.layers:
-            layers = self.layers
             # Clear it first: if the ranks diverged, `arrived` raises, and there is nothing to end.
             self.layers = []
-            self._unpack(layers, self.arrived())
+            self._unpack(self.arrived())
 
     def drop(self, layer: Reducible) -> None:
         """
@@ -157,17 +152,17 @@ class Bucket(Reducer):
         # (world_size * sum of all shard_numel,), device
         return torch.cat(rows, dim=1).view(-1), buffer
 
-    def _unpack(self, layers: Sequence[Reducible], totals: list[torch.Tensor]) -> None:
+    def _unpack(self, totals: list[torch.Tensor]) -> None:
         """
-        #### Hand every layer its sums
+        #### Hand every layer of `packed` its sums
 
         * `totals` has a tensor for each data type: the sums of this rank's shares, side by side
         """
-        sums: dict[Reducible, dict[int, torch.Tensor]] = {layer: {} for layer in layers}
+        sums: dict[Reducible, dict[int, torch.Tensor]] = {}
         for shares, total in zip(self.packed, totals, strict=True):
             parts = total.split([share.numel for share in shares])
             for share, part in zip(shares, parts, strict=True):
-                sums[share.layer][share.position] = part
+                sums.setdefault(share.layer, {})[share.position] = part
         for layer, by_position in sums.items():
             layer.add_reduced([by_position[i] for i in sorted(by_position)])
 

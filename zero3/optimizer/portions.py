@@ -34,7 +34,8 @@ a piece otherwise, so a cut matters in a param group that begins inside of a sha
 are stepped whole take no fraction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,24 +43,25 @@ import torch
 from torch import nn
 
 from zero3.flat import FlatParameter, Names
-from zero3.gradients import BLOCK_NUMEL, block_norms
-from zero3.guards.shard_gradients import GradientElsewhere, plain_part
+from zero3.gradients import block_norms
+from zero3.guards.shard_gradients import plain_part
+from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
+from zero3.offload.memory import copy_to
 from zero3.offload.tiers import Offload
 
+# An optimizer's states: for each parameter, its moments and counters by name.
+State = MutableMapping[torch.Tensor, dict[str, Any]]
 
-class Share(NamedTuple):
+
+class Piece(NamedTuple):
     """
-    ## A range of a shard, and the tier that its states are for
+    ## A part of a master that the optimizer steps as one parameter
     """
 
-    where: slice
-    offload: Offload
-    device: torch.device  # of the step
-
-    @property
-    def numel(self) -> int:
-        return self.where.stop - self.where.start
+    group_index: int  # of its param group
+    where: slice  # in the shard
+    param: nn.Parameter  # a view of the master; without elements while the master is in a file
 
 
 class Here(NamedTuple):
@@ -85,40 +87,30 @@ def whole_of(parts: list[torch.Tensor]) -> torch.Tensor:
     """
     ## The values of all portions, one after the other: a copy, if there are several
     """
-    return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].device) for part in parts])
-
-
-def shares(offload: Offload, numel: int, device: torch.device, layer_device: torch.device
-           ) -> list[Share]:
-    """
-    ## How the states of a shard of `numel` elements are divided
-
-    * `device` computes the step of what is in the tier; `layer_device` that of the rest
-    """
-    blocks = -int(-offload.fraction * numel // BLOCK_NUMEL)
-    cut = min(numel, blocks * BLOCK_NUMEL)
-    found = [Share(slice(0, cut), offload, device),
-             Share(slice(cut, numel), Offload(), layer_device)]
-    return [share for share in found if share.where.start < share.where.stop]
+    return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].device)
+                                                       for part in parts])
 
 
 @dataclass(eq=False, repr=False)
 class Portion:
     """
-    ## Master and gradient of a range of a shard, and the file of its states
+    ## Master, moments and gradient of a range of a shard
     """
 
     flat: FlatParameter
     where: slice  # in the shard
-    grad_dtype: torch.dtype
+    offload: Offload  # says where the states rest
     device: torch.device  # of the step
+    master_dtype: torch.dtype
+    grad_dtype: torch.dtype
     # Whether the master is this range of the shard itself.
     is_master: bool = False
-    # (n,), fp32 or wider, in memory; `None` while it rests in a file.
+    # (n,); without elements while it rests in a file.
     master: Any = None
-    # The gradient is this parameter's `.grad`; `None` if it rests in a file.
-    grad_holder: nn.Parameter | None = None
+    pieces: list[Piece] = field(default_factory=list)  # those of the shard that are in here
     in_file: InFile | None = None  # the states that rest in a file, always with the gradient
+    # The gradient, if it rests in memory, and not in the shard.
+    own_grad: torch.Tensor | None = None
     file_norms: torch.Tensor | None = None  # of the gradient in the file, if there is one
     # Prefetch the states of these when this gradient has arrived.
     prefetch: Sequence["Portion"] = field(default_factory=list)
@@ -134,24 +126,65 @@ class Portion:
         """
         if self.flat.counted is None:
             return None
-        return [self.inside(where) for where in self.flat.counted]
+        return [inside(self.where, where) for where in self.flat.counted]
 
-    def inside(self, where: slice) -> slice:
-        """
-        ### A range of the shard as one of this portion; empty if it is in another one
-        """
-        return inside(self.where, where)
+    # --------------------------------------------------------------------------------------- place
 
-    def open_file(self, in_file: InFile, values: torch.Tensor) -> None:
+    @property
+    def can_step_shard(self) -> bool:
         """
-        ### Let the states rest in a file, and write the master to it
+        ### Whether the optimizer can step the shard itself
+        """
+        in_memory = not isinstance(self.flat.storage, InFile)
+        shard = self.flat.shard
+        return in_memory and shard.dtype == self.master_dtype and shard.device == self.device
 
-        * `values` are the master's, `(n,)`
+    def nbytes(self, moments: list[str]) -> int:
         """
-        self.in_file = in_file
-        if "master" in in_file.where:
-            in_file.blank("master")["master"].copy_(values)
-            in_file.write_async("master")
+        ### Bytes of master, moments and gradient, besides the shard
+        """
+        wide = len(moments) + (not self.can_step_shard)
+        return self.numel * (wide * self.master_dtype.itemsize + self.grad_dtype.itemsize)
+
+    def place(self, layer: Zero3Layer,
+              values: torch.Tensor, moments: list[str]) -> None:
+        """
+        ### Put the states where they rest
+
+        * `values` are those of the shard, `(n,)`
+        * `moments` are the names of the tensors that the optimizer keeps for each parameter
+        """
+        storage = self.flat.storage
+        in_file = self.offload.place(self.nbytes(moments)) == "nvme"
+        shares_file = (in_file and isinstance(storage, InFile)
+                       and self.numel == len(self.flat.shard)
+                       and self.flat.shard.dtype == self.master_dtype)
+        self.is_master = shares_file or self.can_step_shard
+        if self.can_step_shard:
+            self.master = values
+        elif not in_file:
+            self.master = copy_to(self.device, values, self.master_dtype, layer.device)
+        if in_file:
+            self._open_file(layer, values, moments)
+        if shares_file:
+            storage.share(self.in_file)  # type: ignore[attr-defined]
+
+    def _open_file(self, layer: Zero3Layer,
+                   values: torch.Tensor, moments: list[str]) -> None:
+        """
+        #### Let the states rest in a file, with the master unless it is the shard
+        """
+        # One zero for all elements: the wrapped optimizer finds the right size.
+        zeros = torch.zeros(1, dtype=self.master_dtype).expand(self.numel)
+        like = {"master": zeros} if self.master is None else {}
+        like |= {name: zeros for name in moments}
+        like["grad"] = zeros.to(self.grad_dtype)
+        buffers = self.offload.buffers_for("states", layer, self.offload.buffers)
+        self.in_file = InFile(buffers, layer, like)
+        if self.master is None:
+            self.master = zeros
+            self.in_file.blank("master")["master"].copy_(values)
+            self.in_file.write_async("master")
 
     # ------------------------------------------------------------------------------------ gradient
 
@@ -160,7 +193,7 @@ class Portion:
         """
         ### Where a reduced gradient goes; on its way to a file, CPU memory
         """
-        return torch.device("cpu") if self.grad_holder is None else self.grad_holder.device
+        return self.device
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -169,12 +202,10 @@ class Portion:
 
         A `ShardGradient` would not tell the norm of one rank's part.
         """
-        grad = self.grad_holder.grad if self.grad_holder is not None else None
-        return None if grad is None or isinstance(grad, GradientElsewhere) else plain_part(grad)
-
-    @property
-    def has_grad(self) -> bool:
-        return self.grad is not None or self.file_norms is not None
+        if self.flat.sink is not None:
+            return self.own_grad
+        grad = self.flat.shard.grad
+        return None if grad is None else plain_part(grad)
 
     def norms(self) -> torch.Tensor | None:
         """
@@ -189,34 +220,27 @@ class Portion:
         ### Add a reduced gradient, `(n,)`, on `grad_device`
         """
         if self.in_file is None:
-            self._add_in_memory(total)
-        else:
-            self._add_in_file(self.in_file, total)
-
-    def _add_in_memory(self, total: torch.Tensor) -> None:
-        holder: Any = self.grad_holder
-        # The sum of a bucket is a view, which would keep the whole bucket in memory.
-        is_view = total.untyped_storage().nbytes() > total.nbytes
-        total = total.to(holder.device, copy=is_view)
-        holder.grad = total if holder.grad is None else holder.grad.add_(total)
-
-    def _add_in_file(self, in_file: InFile, total: torch.Tensor) -> None:
+            # The sum of a bucket is a view, which would keep the whole bucket in memory.
+            is_view = total.untyped_storage().nbytes() > total.nbytes
+            total = total.to(self.device, copy=is_view)
+            self.own_grad = total if self.own_grad is None else self.own_grad.add_(total)
+            return
         if self.file_norms is None:
-            grad = in_file.blank("grad")["grad"].copy_(total)
+            grad = self.in_file.blank("grad")["grad"].copy_(total)
         else:
-            grad = in_file.wait("grad")["grad"].add_(total.cpu())
+            grad = self.in_file.wait("grad")["grad"].add_(total.cpu())
         # Take the norm now, or the step would have to read the gradient twice.
         self.file_norms = block_norms(grad, self.counted)
-        in_file.write_async("grad")
+        self.in_file.write_async("grad")
         for portion in self.prefetch:
-            if portion.in_file and (names := portion.stepped_names()):
-                portion.in_file.read_async(*names)
+            if portion.in_file and (changed := stepped_names(portion.in_file.where)):
+                portion.in_file.read_async(*changed)
 
     def read_grad(self) -> torch.Tensor | None:
         """
         ### The gradient, wherever it rests; a gradient in a file is copied into memory
         """
-        if not self.has_grad or self.in_file is None:
+        if self.file_norms is None or self.in_file is None:
             return self.grad
         grad = self.in_file.wait("grad")["grad"].clone()
         self.in_file.release()
@@ -224,12 +248,11 @@ class Portion:
 
     def drop_grad(self, set_to_none: bool = True) -> None:
         """
-        ### Forget the gradient, or set it to zero
+        ### Forget a gradient that is not in the shard, or set the gradient to zero
         """
         if set_to_none:
             self.file_norms = None
-            if self.grad_holder is not None and self.grad_holder is not self.flat.shard:
-                self.grad_holder.grad = None
+            self.own_grad = None
         elif self.grad is not None:
             self.grad.zero_()
         elif self.file_norms is not None and self.in_file is not None:
@@ -239,10 +262,84 @@ class Portion:
 
     # ---------------------------------------------------------------------------------------- step
 
-    def stepped_names(self) -> list[str]:
+    @contextmanager
+    def in_memory(self, state: State,
+                  write: bool, stale: bool) -> Iterator[Here]:
         """
-        ### The states in the file that a step changes: all but the gradient
+        ### Master, moments and gradient in memory, inside this context
+
+        * `state` and `write` are as for `ShardStates.in_memory`
+        * `stale` says that the caller has written into the shard
         """
-        if self.in_file is None:
-            return []
-        return [name for name in self.in_file.where if name != "grad"]
+        views = self.in_file.wait() if self.in_file is not None else {}
+        master = self._current_master(views, stale)
+        if master is not self.master:
+            self.put_master(master)
+        for known, name, view in self._moments(state, views):
+            if not known[name].numel():
+                known[name] = view
+        try:
+            yield Here(self.where, self.master, views.get("grad", self.grad))
+            self._write(state, views, write)
+        finally:
+            # Leave pieces and moments without elements: the next shard gets the buffer.
+            for known, name, view in self._moments(state, views):
+                if known[name].data_ptr() == view.data_ptr():
+                    known[name] = view.new_empty(0)
+            if self.in_file is not None:
+                self.put_master(self.master.new_empty(0))
+                if self.in_file.held:
+                    self.in_file.release()
+
+    def _current_master(self, views: dict[str, torch.Tensor], stale: bool) -> torch.Tensor:
+        """
+        #### The master, in memory, with what the caller has written into the shard
+        """
+        storage = self.flat.storage
+        if self.is_master and "master" not in views:
+            # `model.to("cpu:0")` gives the shard another memory.
+            return storage.load()[self.where]
+        master = views.get("master", self.master)
+        if stale and not self.is_master:
+            master.copy_(storage.load()[self.where])
+            storage.release()
+        return master
+
+    def put_master(self, master: torch.Tensor) -> None:
+        """
+        ### Take another tensor as the master, and let the pieces be views of it
+
+        * `master` has the same values, `(n,)`; or no elements, while they are elsewhere
+        """
+        self.master = master
+        for piece in self.pieces:
+            piece.param.data = master[inside(self.where, piece.where)]
+
+    def _write(self, state: State, views: dict[str, torch.Tensor], write: bool) -> None:
+        """
+        #### Write what a step has changed, if it rests in a file
+        """
+        # Moments that the optimizer has made in this step.
+        for known, name, view in self._moments(state, views):
+            if known[name].data_ptr() != view.data_ptr():
+                known[name] = view.copy_(known[name])
+        if self.in_file is not None and write and (names := stepped_names(views)):
+            self.in_file.write_async(*names)
+
+    def _moments(self, state: State, views: dict[str, torch.Tensor]
+                 ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        """
+        #### Every moment in the file: its piece's states, its name in them, its view of the buffer
+        """
+        for piece in self.pieces:
+            known = state.get(piece.param, {})
+            for name, value in known.items():
+                if name in views and isinstance(value, torch.Tensor):
+                    yield known, name, views[name][inside(self.where, piece.where)]
+
+
+def stepped_names(names: Iterable[str]) -> list[str]:
+    """
+    ## The states in a file that a step changes: all but the gradient
+    """
+    return [name for name in names if name != "grad"]

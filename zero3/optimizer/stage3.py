@@ -77,32 +77,30 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero3.comm.collectives import Communicator
-from zero3.comm.order import Listener, Silence
+from zero3.comm.order import Silence
 from zero3.comm.parts import connect
 from zero3.flat import FlatParameter
 from zero3.guards.contents import check_groups, stray
-from zero3.guards.options import Named
-from zero3.guards.shard_gradients import GradientElsewhere, at_rest, grad_of, set_grad
+from zero3.guards.shard_gradients import GradientElsewhere, elsewhere
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.optimizer.buckets import Bucket
-from zero3.optimizer.portions import inside, whole_of
-from zero3.optimizer.states import Piece, ShardStates, moments_of
+from zero3.optimizer.portions import Piece, inside, whole_of
+from zero3.optimizer.states import ShardStates, moments_of
 from zero3.optimizer.whole import (
     KNOWN_LOOKS,
     STEPS_EACH,
     Owners,
-    always_whole,
+    Stepper,
     class_name,
-    elementwise,
-    elementwise_first,
+    is_whole,
     looks_at,
 )
 from zero3.sharded import ShardedModel
@@ -111,7 +109,7 @@ from zero3.sharded import ShardedModel
 _FIRST_SCALE = 65536.0
 
 
-class Zero3Optimizer(torch.optim.Optimizer, Named):
+class Zero3Optimizer(Stepper):
     """
     ## Zero3 optimizer
 
@@ -126,13 +124,6 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
     | step | gradient in fp32, master, moments | master, moments |
     | round | master | shard |
     """
-
-    # `Communicator` and `Ledger` expect a layer that sends. The optimizer sends the norms, so it
-    # has what they read of a layer.
-    label = "the optimizer"
-    layer_idx = -1  # like every layer that is in no chain
-    # Set when it is built. No param group can be added after that.
-    complete = False
 
     def __init__(self, model: nn.Module,
                  optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, *,
@@ -176,7 +167,7 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         self.layers = [layer for layer in paths if layer.flats]
         # A model without layers is refused below, and that error names the rank.
         self.comm = self.layers[0].comm if self.layers else Communicator()
-        self.listener: Listener = Silence()
+        self.listener = Silence()
         self.offload = Offload.of(offload)
         on_device = self.offload.tier == "device" and self.layers
         self.device = self.layers[0].device if on_device else torch.device("cpu")
@@ -223,8 +214,10 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         self.expect(some, "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
         self._choose_fused(optimizer_class, kwargs)
-        self._place_states(optimizer_class, kwargs, options)
-        self._make_inner(optimizer_class, kwargs, options)
+        # The groups that are stepped element by element.
+        groups = [each for each in options if not is_whole(each)]
+        self._place_states(optimizer_class, kwargs, groups)
+        self._make_inner(optimizer_class, kwargs, groups, options[len(groups) :])
 
     # --------------------------------------------------------------------------------------- build
 
@@ -240,7 +233,10 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         self.expect(looks in KNOWN_LOOKS, "cannot use this class", STEPS_EACH,
                     f"{class_name(optimizer_class)}: {looks}", "take AdamW, for instance")
         if looks == "parameter":
-            self.group_by = always_whole(optimizer_class, kwargs, self.group_by)
+            # Step all parameters whole.
+            given = self.group_by
+            self.group_by = lambda name, param: {
+                "optimizer": optimizer_class, **kwargs, **given(name, param)}
         check_groups(self.layers)
         names = stray(self.model)
         self.expect(not names, "would miss parameters", "all in Zero3Layers, which take the mean "
@@ -279,26 +275,29 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         plain = plain_paths(self.model)
         flats = {flat: layer for layer in self.layers for flat in layer.flats
                  if flat.shard.requires_grad and len(flat.shard)}
-        special = {flat: self._special_options(flat, plain[layer]) for flat, layer in flats.items()}
+        special = {flat: self._special_options(flat, plain[layer])
+                   for flat, layer in flats.items()}
         # All stages of a pipeline get the same param groups, so a scheduler sets the same learning
         # rates on all of them.
         mine = [each for of_flat in special.values() for each in of_flat]
-        for every in self.comm.stages.gather(mine):
-            for each in every:
-                if each not in options:
-                    options.append(each)
+        every: list[dict[str, Any]] = []
+        for each in chain(*self.comm.stages.gather(mine)):
+            if each not in every:
+                every.append(each)
+        # Groups that are stepped whole come last.
+        options += sorted(every, key=is_whole)
         found = []
         for flat, layer in flats.items():
             # A name for errors: in a chain the label has the number of the layer already.
-            in_chain = layer.layer_idx >= 0
             name = layer.label
-            if paths[layer] and not in_chain:
+            if paths[layer] and layer.is_alone:
                 name = f"{paths[layer]} ({layer.label})"
             dtype = self._set_grad_dtype(layer, flat)
             # Parameters with equal options share a group.
             indices = [options.index(each) for each in special[flat]]
-            found.append(ShardStates(layer, name, flat, dtype, indices, self._spans(flat)))
-        elementwise_first(options, found)
+            wholes = {i for i, each in enumerate(special[flat]) if is_whole(each)}
+            found.append(ShardStates(layer, name, flat, dtype, indices, self._spans(flat), wholes))
+            found[-1].divide(self.offload, self.device)
         return found
 
     def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> torch.dtype:
@@ -310,11 +309,10 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         layer.expect(dtype.is_complex or not shard.dtype.is_complex, "cannot use `reduce_dtype`",
                      "complex numbers, as its parameters are", dtype, "leave it out, because a "
                      "real data type would drop the imaginary part")
-        if isinstance(grad_of(shard), GradientElsewhere):
+        if isinstance(shard.grad, GradientElsewhere):
             # It rests with an earlier optimizer.
-            set_grad(shard, None)
-        grad = grad_of(shard)
-        layer.expect(grad is None or grad.dtype == dtype, "has gradients", f"{dtype}",
+            shard.grad = None
+        layer.expect(shard.grad is None or shard.grad.dtype == dtype, "has gradients", f"{dtype}",
                      shard.grad_dtype, "call `zero_grad()` of the optimizer before this one first")
         # This allows `.grad` to have another data type than the shard.
         shard.grad_dtype = dtype
@@ -341,11 +339,12 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
 
         A part may be empty. Padding belongs to the parameter before it.
         """
-        numel = len(flat.shard)
-        first = self.comm.rank * numel
-        offsets = [slot.offset for slot in flat.slots]
-        bounds = [min(max(offset - first, 0), numel) for offset in (*offsets, len(flat.full))]
-        return [slice(begin, end) for begin, end in pairwise(bounds)]
+        first = self.comm.rank * len(flat.shard)
+        shard = slice(first, first + len(flat.shard))
+        offsets = [*(slot.offset
+                     for slot in flat.slots), len(flat.full)]
+        return [inside(shard, slice(begin, end))
+                for begin, end in pairwise(offsets)]
 
     def _choose_fused(self, optimizer_class: Callable[..., torch.optim.Optimizer],
                       kwargs: dict[str, Any]) -> None:
@@ -363,35 +362,31 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
             kwargs["fused"] = True
 
     def _place_states(self, optimizer_class: Callable[..., torch.optim.Optimizer],
-                      kwargs: dict[str, Any], options: list[dict[str, Any]]) -> None:
+                      kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> None:
         """
         #### Put masters, moments and gradients where they rest
         """
         two = torch.zeros(2, device=self.device)
-        moments: dict[str, None] = {}
-        for group in elementwise(options):
-            moments |= dict.fromkeys(moments_of(optimizer_class, kwargs, group, two)[0])
-        self.moments = list(moments)
+        moments = chain(*(moments_of(optimizer_class, kwargs, group, two)[0]
+                          for group in groups))
+        self.moments = list(dict.fromkeys(moments))
         # Check now whether there is room for everything. The first step creates the moments, and
         # would fail in the middle.
         need_bytes = {} if self.offload.tier == "nvme" else {self.device: 0}
         if self.offload.fraction < 1:
             need_bytes[self.layers[0].device] = 0
         for states in self.shard_states:
-            for share in states.shares(self.offload, self.device):
-                if share.offload.tier != "nvme":
-                    need_bytes[share.device] += states.nbytes(share, self.moments)
-                    # A shard that is its own master has its memory already.
-                    if states.can_step_shard_on(share.device):
-                        need_bytes[share.device] -= share.numel * states.shard.itemsize
+            for portion in states.portions:
+                if portion.offload.tier != "nvme":
+                    need_bytes[portion.device] += portion.nbytes(self.moments)
         for device, nbytes in need_bytes.items():
             self.offload.check(self, "masters, moments and gradients", nbytes, device)
-        divided = self.offload.fraction not in (0, 1)
-        self.expect(not (divided and any(states.wholes for states in self.shard_states)),
-                    "cannot divide its states", "parameters that are stepped element by element",
+        some_whole = any(states.wholes for states in self.shard_states)
+        self.expect(self.offload.fraction in (0, 1) or not some_whole, "cannot divide its states",
+                    "parameters that are stepped element by element",
                     "some that are stepped whole", "leave `fraction` out")
         for states in self.shard_states:
-            states.place(self.offload, self.device, self.moments)
+            states.place(self.moments)
 
         # Gradients arrive from the last shard to the first, and the step begins with the first. So
         # when the gradient of shard `count` has arrived, prefetch the states of the shards before
@@ -400,34 +395,40 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         count = self.offload.buffers - 1
         if len(in_files) > count:
             in_files[count].prefetch = in_files[:count]
-        widened = [len(states.shard) * states.master_dtype.itemsize for states in self.shard_states
-                   if states.grad_dtype != states.master_dtype]
-        self._scratch_bytes = max(widened, default=0)
+        self._scratch_bytes = max((
+            len(states.shard) * states.master_dtype.itemsize for states in self.shard_states
+            if states.grad_dtype != states.master_dtype), default=0)
 
     def _make_inner(self, optimizer_class: Callable[..., torch.optim.Optimizer],
-                    kwargs: dict[str, Any], options: list[dict[str, Any]]) -> None:
+                    kwargs: dict[str, Any], groups: list[dict[str, Any]],
+                    of_owners: list[dict[str, Any]]) -> None:
         """
         #### Build the wrapped torch optimizer, whose parameters are the pieces of the masters
 
-        `Piece` explains them. The formula of the step is torch's own.
+        `Piece` explains them. The formula of the step is torch's own. Parameters that are stepped
+        whole have optimizers of their own, for the groups `of_owners`.
         """
-        groups = [{**each, "params": self._params_of(i)}
-                  for i, each in enumerate(elementwise(options))]
-        self.inner = optimizer_class(groups or [{"params": []}], **kwargs)
+        full = [{**each, "params": self._params_of(i)}
+                for i, each in enumerate(groups)]
+        self.inner = optimizer_class(full or [{"params": []}], **kwargs)
         del self.inner.param_groups[len(groups):]
         self.made_by = (optimizer_class, kwargs)
         whose = [(states.name, states.flat.slots[0].names, states.group_indices)
                  for states in self.shard_states]
         self._layout = zlib.crc32(str(whose).encode())
         super().__init__(self.inner.param_groups or [{"params": []}], self.inner.defaults)
-        # Parameters that are stepped whole have optimizers of their own, for the other groups.
-        self.owners = Owners(self, dict([*enumerate(options)][len(groups):]),
+        self.owners = Owners(self, dict(enumerate(of_owners, len(groups))),
                              plain_paths(self.model))
-        self.complete = True
         self._share_groups()
         self.regroup()
         for states in self.shard_states:
-            states.release_pieces(self.state)
+            first = states.portions[0]
+            if first.in_file is not None:
+                # The constructor has seen their sizes. What it has made goes to the file.
+                first.put_master(first.master.new_empty(0))
+                if any(piece.param in self.state for piece in first.pieces):
+                    with states.in_memory(self.state):
+                        pass
 
     def _params_of(self, group_index: int) -> list[nn.Parameter]:
         """
@@ -458,8 +459,9 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
 
         Raises `RuntimeError`.
         """
-        self.expect(not self.complete, "cannot take another param group", "those that it was built "
-                    "with", [*param_group], "wrap the module first, and build the "
+        # torch adds groups, too, while this one is built. The owners come after that.
+        self.expect("owners" not in vars(self), "cannot take another param group", "those that it "
+                    "was built with", [*param_group], "wrap the module first, and build the "
                     "optimizer on the whole model; `group_by=` makes param groups, and parameters "
                     "outside of the model take an optimizer of their own")
         super().add_param_group(param_group)
@@ -573,12 +575,10 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
                     "has no scale", "call `optimizer.backward(loss)`; then `zero_grad()` and go on")
         known = {states.shard for states in self.shard_states}
         for layer in self.layers:
-            trainable = {flat.shard for flat in layer.flats
-                         if flat.shard.requires_grad and len(flat.shard)}
-            layer.expect(trainable <= known, "cannot be stepped", "parameters that trained "
-                         "when the optimizer was built", "some that were frozen then", "build the "
-                         "optimizer while everything that will train is trainable; freeze "
-                         "afterwards")
+            layer.expect(known.issuperset(layer.get_trainable_chunk()), "cannot be stepped",
+                         "parameters that trained when the optimizer was built", "some that were "
+                         "frozen then", "build the optimizer while everything that will train is "
+                         "trainable; freeze afterwards")
 
     @contextmanager
     def _more_threads(self) -> Iterator[None]:
@@ -635,17 +635,13 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         if used:
             self.regroup()
         self.owners.step(used, factor)
-        # The owners have stepped the pieces of whole parameters.
-        count = len(self.inner.param_groups)
-        pieces = {states: [piece for piece in stepped if piece.group_index < count]
-                  for states, stepped in pieces.items()}
         batches = self._batches([states for states in pieces if any(used.get(states, [True]))])
         for i, batch in enumerate(batches):
             # If states rest in files, one buffer is being written, one has the states of this
             # shard, and the others receive those of the next shards.
-            for upcoming in batches[i : i + self.offload.buffers - 1]:
-                for states in upcoming:
-                    states.read_async()
+            for states in chain(*batches[i : i + self.offload.buffers - 1]):
+                if states.in_file is not None:
+                    states.in_file.read_async()
             self._update({states: pieces[states] for states in batch}, factor, scratch)
 
         self.good_steps += 1
@@ -689,22 +685,16 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         if not self.shard_states:
             # All layers of this stage are frozen.
             return torch.zeros(self.comm.divisor, 0, dtype=torch.double)
-        device = self.layers[0].device
-        zero = torch.zeros((), device=device)
-        norms = []
-        is_partial = []
-        for states in self.shard_states:
-            norm = states.grad_norm()
+        zero = torch.zeros((), dtype=torch.double, device=self.layers[0].device)
+        norms = [states.grad_norm() for states in self.shard_states]
+        squares = torch.stack([zero if norm is None else norm.to(zero)
+                               for norm in norms]).square()  # (shards,) fp64
+        for i, states in enumerate(self.shard_states):
             used = states.used
-            norms.append(zero if norm is None else norm.to(device))
-            is_partial.append(norm is not None and used is not None
-                              and len(used) < len(states.flat.slots))
-        squares = torch.stack([norm.double() for norm in norms]).square()  # (shards,) fp64
-        if any(is_partial):
-            # A square is never negative, so a minus can say that this rank had no gradient for some
-            # of the shard's parameters.
-            squares = torch.stack([-square if partial else square for square, partial
-                                   in zip(squares, is_partial, strict=True)])
+            if used is not None and len(used) < len(states.flat.slots):
+                # A square is never negative, so a minus can say that this rank had no gradient for
+                # some of the shard's parameters.
+                squares[i].neg_()
         options = f"{self._rule()}, for parameters with the checksum {self._layout}"
         return self.comm.numbers(self, squares, options)
 
@@ -722,12 +712,14 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
                  in zip(self.shard_states, partial_everywhere, strict=True) if is_partial]
         if not asked:
             return {}
-        mine = [float(slot.names in (states.used or ())) for states in asked
+        mine = [float(slot.names in (states.used or ()))
+                for states in asked
                 for slot in states.flat.slots]
         rows = self.comm.numbers(self, torch.tensor(
             mine, dtype=torch.double, device=self.layers[0].device))
         flags = iter((rows.sum(dim=0) > 0).tolist())
-        return {states: [next(flags) for _ in states.flat.slots] for states in asked}
+        return {states: [next(flags)
+                         for _ in states.flat.slots] for states in asked}
 
     def _overflow(self, squares: torch.Tensor, stages: torch.Tensor) -> None:
         """
@@ -804,17 +796,17 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
             for device in sorted(devices, key=lambda device: device.type == "cpu"):
                 with self._only([piece for piece in pieces if piece.param.device == device]):
                     self.inner.step()
-            for states in batch:
+            for states, stepped in batch.items():
                 # Record it while the pieces hold the widened gradient, so that it is counted.
                 for portion in states.portions:
                     tier = "device" if portion.device == states.layer.device else "cpu"
                     nbytes = portion.numel * states.master_dtype.itemsize
                     states.layer.listener.record(states.layer, "step", nbytes, tier=tier)
-            for states, stepped in batch.items():
                 for piece in stepped:
-                    at_rest(piece.param, states.flat)
-        for states in batch:
-            states.drop_scaled_grad()
+                    piece.param.grad = elsewhere(states.flat, piece.param)
+                if states.in_file is not None:
+                    # The step has scaled it in the buffer only.
+                    states.drop_grad()
 
     @contextmanager
     def _only(self, pieces: list[Piece]) -> Iterator[None]:
@@ -868,7 +860,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         for states in self.shard_states:
             in_buffer = states.in_file is not None
             with states.in_memory(self.state, write=False) as here:
-                masters.append(_kept(whole_of([each.master for each in here]), in_buffer))
+                masters.append(_kept(whole_of([each.master
+                                               for each in here]), in_buffer))
                 for piece in states.pieces:
                     known[piece.param] = {
                         key: _kept(value, in_buffer)
@@ -876,11 +869,13 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
         found = self.inner.state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         # In the order of the params, whichever of them was stepped first.
-        found["state"] = {i: known[params[i]] for i in sorted(found["state"])}
-        found["param_groups"] += [{**group, "params": []} for group in self.owners.param_groups]
+        found["state"] = {i: known[params[i]]
+                          for i in sorted(found["state"])}
+        found["param_groups"] += [{**group, "params": []}
+                                  for group in self.owners.param_groups]
         return {**found, "masters": masters, "wholes": self.owners.state_dict(),
                 "place": self._place,
-                "cuts": [states.piece_numbers() for states in self.shard_states],
+                "cuts": [states.keys for states in self.shard_states],
                 "loss_scale": self.loss_scale, "good_steps": self.good_steps,
                 "skipped_steps": self.skipped_steps}
 
@@ -934,7 +929,8 @@ class Zero3Optimizer(torch.optim.Optimizer, Named):
             self.loss_scale = state_dict["loss_scale"]
 
 
-def step_threads(at: torch.device, device: torch.device, threads: int, ranks: int) -> int:
+def step_threads(at: torch.device,
+                 device: torch.device, threads: int, ranks: int) -> int:
     """
     ## The number of threads to compute a step with
 
@@ -972,7 +968,8 @@ def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
 
     `group_by` gets names that begin with these.
     """
-    return {module: names[0] for module, names in plain_names(model).items()}
+    return {module: names[0]
+            for module, names in plain_names(model).items()}
 
 
 def plain_names(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -980,19 +977,16 @@ def plain_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     ## All names of each module in the plain model
     """
     found: dict[nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        parts = []
-        owner = model
-        # The model itself has the empty path.
-        for part in filter(None, path.split(".")):
-            if not hasattr(type(owner), "get_trainable_chunk"):
-                parts.append(part)
-            elif part not in ("module", "module_list"):
-                # An attribute of a wrapper, which the plain model does not have.
-                break
-            owner = owner._modules[part]  # type: ignore[assignment]
-        else:
-            found.setdefault(module, []).append(".".join(parts))
+
+    def visit(module: nn.Module, path: str) -> None:
+        found.setdefault(module, []).append(path)
+        is_wrapper = hasattr(type(module), "get_trainable_chunk")
+        for name, child in module._modules.items():
+            # A wrapper may have other attributes, which the plain model does not have.
+            if child is not None and (not is_wrapper or name in ("module", "module_list")):
+                visit(child, path if is_wrapper else f"{path}.{name}".strip("."))
+
+    visit(model, "")
     # A layer that several modules share is no module of the plain model. The model knows its name.
     for owner in [module for module in found if isinstance(module, ShardedModel)]:
         for prefix, layer in owner.named_layers():

@@ -43,53 +43,23 @@ memory.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
 from zero3.flat import FlatParameter, Names
-from zero3.gradients import norm_of
-from zero3.guards.shard_gradients import (
-    GradientElsewhere,
-    at_rest,
-    elsewhere,
-    grad_of,
-    plain_part,
-    set_grad,
-)
+from zero3.gradients import BLOCK_NUMEL, norm_of
+from zero3.guards.shard_gradients import GradientElsewhere, elsewhere, plain_part
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
-from zero3.offload.memory import copy_to
 from zero3.offload.tiers import Offload
-from zero3.optimizer.portions import Here, Portion, Share, shares, whole_of
-
-# An optimizer's states: for each parameter, its moments and counters by name.
-State = MutableMapping[torch.Tensor, dict[str, Any]]
-
-
-class Piece(NamedTuple):
-    """
-    ## A part of a master that the optimizer steps as one parameter
-    """
-
-    group_index: int  # of its param group
-    where: slice  # in the master
-    param: nn.Parameter  # a view of the master; without elements while the master is in a file
-
-
-class Cut(NamedTuple):
-    """
-    ## The elements of a parameter in a portion of a shard
-    """
-
-    where: slice  # in the shard
-    position: int  # of the parameter in the flat one
-    portion: int
+from zero3.optimizer.portions import Here, Piece, Portion, State, inside, whole_of
 
 
 @dataclass(eq=False, repr=False)
@@ -104,9 +74,10 @@ class ShardStates:
     grad_dtype: torch.dtype
     group_indices: list[int]  # the param group of each parameter in the flat one
     spans: list[slice]  # where in the shard each of these is; padding belongs to the one before it
-    pieces: list[Piece] = field(default_factory=list)
     # The parameters that are stepped whole, by number. Each has pieces of its own.
     wholes: set[int] = field(default_factory=set)
+    # Neighbouring parameters with equal keys are one piece (see `repartition`).
+    keys: list[int] = field(default_factory=list)
     # One, or two if the states rest in two places.
     portions: list[Portion] = field(default_factory=list)
     # The shard's `_version` when shard and master last agreed.
@@ -119,6 +90,10 @@ class ShardStates:
         return self.flat.shard
 
     @property
+    def pieces(self) -> list[Piece]:
+        return [piece for portion in self.portions for piece in portion.pieces]
+
+    @property
     def master_dtype(self) -> torch.dtype:
         """
         ### The data type of the master: fp32, or the shard's if that is wider
@@ -128,7 +103,7 @@ class ShardStates:
     @property
     def master(self) -> Any:
         """
-        ### The master, `(shard_numel,)`, of a shard with one portion; `None` if it is in a file
+        ### The master, `(shard_numel,)`, of a shard with one portion; empty if it is in a file
         """
         (portion,) = self.portions
         return portion.master
@@ -144,140 +119,51 @@ class ShardStates:
     def shard_is_master(self) -> bool:
         return all(portion.is_master for portion in self.portions)
 
-    def shares(self, offload: Offload, device: torch.device) -> list[Share]:
-        """
-        ### How the states are divided between the tier and the device
-        """
-        return shares(offload, len(self.shard), device, self.layer.device)
-
-    def nbytes(self, share: Share, moments: list[str]) -> int:
-        """
-        ### Bytes of master, moments and gradient of a share, if the shard is not the master
-        """
-        masters_and_moments = (1 + len(moments)) * self.master_dtype.itemsize
-        return share.numel * (masters_and_moments + self.grad_dtype.itemsize)
-
-    def can_step_shard_on(self, device: torch.device) -> bool:
-        """
-        ### Whether the optimizer can step the shard itself on this device
-        """
-        in_memory = not isinstance(self.flat.storage, InFile)
-        same_dtype = self.shard.dtype == self.master_dtype
-        return in_memory and same_dtype and self.shard.device == device
-
     # --------------------------------------------------------------------------------------- place
 
+    def divide(self, offload: Offload, device: torch.device) -> None:
+        """
+        ### Divide the states between a tier and the device
+
+        * `offload` says where they rest; the optimizer steps on `device` what is in its tier
+        """
+        numel = len(self.shard)
+        blocks = -int(-offload.fraction * numel // BLOCK_NUMEL)
+        cut = min(numel, blocks * BLOCK_NUMEL)
+        parts = [(slice(0, cut), offload, device),
+                 (slice(cut, numel), Offload(), self.layer.device)]
+        self.portions = [Portion(self.flat, *part, self.master_dtype, self.grad_dtype)
+                         for part in parts if part[0].start < part[0].stop]
+
     @torch.no_grad()
-    def place(self, offload: Offload, device: torch.device, moments: list[str]) -> None:
+    def place(self, moments: list[str]) -> None:
         """
         ### Put master, moments and gradient where they rest
 
-        * `offload` says where; the optimizer steps on `device` what is in its tier
         * `moments` are the names of the tensors that the optimizer keeps for each parameter
 
         All ranks call this alike.
         """
-        values = self.flat.storage.load()  # (shard_numel,)
-        self.portions = [self._portion(share, values[share.where], moments)
-                         for share in self.shares(offload, device)]
-        self.flat.storage.release()
-        self._receive_gradients(offload)
+        storage = self.flat.storage
+        values = storage.load()  # (shard_numel,)
+        for portion in self.portions:
+            portion.place(self.layer, values[portion.where], moments)
+        storage.release()
+        first = self.portions[0]
+        stays = (len(self.portions) == 1 and first.in_file is None
+                 and not isinstance(storage, InFile) and first.device == self.shard.device)
+        # `Reducer.deliver` calls `add_grad` below, unless the gradient stays the shard's `.grad`.
+        # Set it in either case, because an earlier optimizer may have put its own there.
+        self.flat.sink = None if stays else self
+        if not isinstance(storage, InFile):
+            self.shard.__class__ = nn.Parameter if self.shard_is_master else CountedShard
+            if not self.flat.shard_hooks:
+                # A weak reference, because shard and hook would keep each other alive forever.
+                hook = partial(_before_accumulation, weakref.ref(self.flat))
+                self.flat.shard_hooks = [self.shard.register_hook(hook)]
         # Cut it where the param group changes.
         self.repartition(self.group_indices, {})
         self.synced_version = self.shard._version
-
-    def _portion(self, share: Share, values: torch.Tensor, moments: list[str]) -> Portion:
-        """
-        #### Put a share of the states where it rests
-
-        * `values` are those of the shard, `(n,)`
-        """
-        storage = self.flat.storage
-        device = share.device
-        tier = share.offload.place(self.nbytes(share, moments))
-        is_whole = share.numel == len(self.shard)
-        share_file = (isinstance(storage, InFile) and tier == "nvme" and is_whole
-                      and self.shard.dtype == self.master_dtype)
-        portion = Portion(self.flat, share.where, self.grad_dtype, device,
-                          share_file or self.can_step_shard_on(device))
-
-        # In a file, `open_file` writes the master.
-        if self.can_step_shard_on(device):
-            portion.master = values
-        elif tier != "nvme":
-            portion.master = copy_to(device, values, self.master_dtype, self.layer.device)
-
-        if tier == "nvme":
-            portion.open_file(self._new_file(share.offload, portion, moments), values)
-        elif self.shard.device == device and not isinstance(storage, InFile) and is_whole:
-            portion.grad_holder = self.shard
-        else:
-            portion.grad_holder = nn.Parameter(portion.master)
-            portion.grad_holder.grad_dtype = self.grad_dtype
-        if share_file:
-            storage.share(portion.in_file)  # type: ignore[union-attr, attr-defined]
-        return portion
-
-    def _new_file(self, offload: Offload, portion: Portion, moments: list[str]) -> InFile:
-        """
-        #### Take space in a file
-        """
-        one = torch.empty(1, dtype=self.master_dtype).expand(portion.numel)
-        like = {"master": one} if portion.master is None else {}
-        like |= {name: one for name in moments}
-        like["grad"] = one.to(self.grad_dtype)
-        buffers = offload.buffers_for("states", self.layer, offload.buffers)
-        return InFile(buffers, self.layer, like)
-
-    def _receive_gradients(self, offload: Offload) -> None:
-        """
-        #### Have the flat parameter deliver its reduced gradients here
-
-        `Reducer.deliver` then calls `add_grad` below, unless the gradient stays the shard's
-        `.grad`.
-        """
-        # Set it in either case, because an earlier optimizer may have put its own there.
-        self.flat.sink = None if self.portions[0].grad_holder is self.shard else self
-        self.flat.copies_views = offload.tier == "nvme"
-        if not isinstance(self.flat.storage, InFile):
-            self.shard.__class__ = nn.Parameter if self.shard_is_master else CountedShard
-            self._hook_shard()
-
-    def _elements(self, where: slice) -> torch.Tensor:
-        """
-        #### The elements of a new piece: a view of the master
-
-        For states in a file, one zero stands for all elements, so that the wrapped optimizer finds
-        the right size.
-        """
-        portion = next(each for each in self.portions if where.start < each.where.stop)
-        if portion.in_file is None:
-            return portion.master[portion.inside(where)]
-        return torch.zeros(1, dtype=self.master_dtype).expand(where.stop - where.start)
-
-    def _pieces_of(self, portion: Portion) -> Iterator[tuple[Piece, slice]]:
-        """
-        #### The pieces in a portion, each with its range there
-        """
-        for piece in self.pieces:
-            inside = portion.inside(piece.where)
-            if inside.start < inside.stop:
-                yield piece, inside
-
-    def release_pieces(self, state: State) -> None:
-        """
-        ### Leave the pieces without elements, if the states rest in a file
-
-        * `state` is the optimizer's. What its constructor made goes to the file
-        """
-        if self.in_file is None:
-            return
-        in_file = [piece.param for piece, _ in self._pieces_of(self.portions[0])]
-        for param in in_file:
-            param.data = param.new_empty(0)
-        if any(param in state for param in in_file):
-            with self.in_memory(state):
-                pass
 
     # ------------------------------------------------------------------------------------ gradient
 
@@ -286,18 +172,30 @@ class ShardStates:
         """
         ### Where a reduced gradient goes; those of two portions go on from the device
         """
-        return self.portions[0].grad_device if len(self.portions) == 1 else self.layer.device
+        return self.portions[0].device if len(self.portions) == 1 else self.layer.device
 
     def current(self) -> list[Portion]:
         """
         ### The portions, with the gradients that the caller has left
+
+        While the gradient rests elsewhere, the shard's `.grad` is a marker. `zero_grad()` of a
+        module removes it, and with it the gradient. A tensor of the caller's replaces it.
         """
-        self._notice_replaced_grad()
+        found: Any = self.shard.grad
+        if self.flat.sink is self and not isinstance(found, GradientElsewhere):
+            for portion in self.portions:
+                portion.drop_grad()
+            if found is not None:
+                self.shard.grad = None
+                self.add_grad(plain_part(found))
+                self.layer.reducer.delivered()
+                marker: Any = self.shard.grad
+                marker.used = getattr(found, "used", None)
         return self.portions
 
     @property
     def has_grad(self) -> bool:
-        return all(portion.has_grad for portion in self.current())
+        return self.shard.grad is not None
 
     @property
     def used(self) -> set[tuple[str, ...]] | None:
@@ -307,7 +205,7 @@ class ShardStates:
         The flat gradient has zeros for a parameter that the loss did not depend on, but plain
         PyTorch does not step such a parameter.
         """
-        return getattr(grad_of(self.shard), "used", None)
+        return getattr(self.shard.grad, "used", None)
 
     def grad_norm(self) -> torch.Tensor | None:
         """
@@ -324,71 +222,17 @@ class ShardStates:
         * `total` is `(shard_numel,)`, and `Reducer.deliver` has brought it to `grad_device`
         * `names` are the parameters that have contributed to it on this rank
         """
-        self._notice_replaced_grad()
+        self.current()
         # A marker says that there is a gradient elsewhere, and for which parameters.
-        marker: Any = grad_of(self.shard)
+        marker: Any = self.shard.grad
         if marker is None:
-            marker = elsewhere(self.flat)
-            set_grad(self.shard, marker)
+            marker = elsewhere(self.flat, self.shard)
+            # A shard in a file would refuse it.
+            with torch._C.DisableTorchFunction():
+                self.shard.grad = marker
         marker.note_used(names)
-        if len(self.portions) == 1:
-            self.portions[0].add_grad(total)
-            return
         for portion in self.portions:
             self.layer.reducer.deliver(total[portion.where], portion, ())
-
-    def _notice_replaced_grad(self) -> None:
-        """
-        #### Follow changes of the shard's `.grad` while the gradient rests elsewhere
-
-        `zero_grad()` of a module removes the marker, and with it the gradient. A tensor of the
-        caller's replaces it.
-        """
-        found = grad_of(self.shard)
-        if self.flat.sink is not self or isinstance(found, GradientElsewhere):
-            return
-        for portion in self.portions:
-            portion.drop_grad()
-        if found is not None:
-            used = getattr(found, "used", None)
-            set_grad(self.shard, None)
-            self.add_grad(plain_part(found))
-            self.layer.reducer.delivered()
-            grad_of(self.shard).used = used
-
-    def _hook_shard(self) -> None:
-        """
-        #### Run `_before_accumulation` when autograd brings a gradient to the shard itself
-
-        A regulariser over `model.parameters()` has such gradients, for instance.
-        """
-        for handle in self.flat.shard_hooks:
-            handle.remove()
-        # A weak reference, because shard and hook would keep each other alive forever.
-        method_ref = weakref.WeakMethod(self._before_accumulation)
-
-        def hook(grad: torch.Tensor) -> torch.Tensor:
-            method = method_ref()
-            return grad if method is None else method(grad)
-
-        self.flat.shard_hooks = [self.shard.register_hook(hook)]
-
-    @torch.no_grad()
-    def _before_accumulation(self, grad: torch.Tensor) -> torch.Tensor:
-        """
-        #### Autograd is about to add a gradient to the shard's `.grad`
-
-        Return the sum with one that rests elsewhere. From now on all parameters count as used.
-        """
-        found = grad_of(self.shard)
-        if isinstance(found, GradientElsewhere):
-            present = self.read_grad() if self.has_grad else None
-            set_grad(self.shard, None)
-            if present is not None:
-                grad = grad + present.to(grad.device, grad.dtype)
-        elif found is not None and hasattr(found, "used"):
-            found.used = None
-        return grad
 
     def read_grad(self) -> torch.Tensor | None:
         """
@@ -403,18 +247,9 @@ class ShardStates:
         ### Forget the gradient, or set it to zero
         """
         if set_to_none:
-            set_grad(self.shard, None)
+            self.shard.grad = None
         for portion in self.current():
             portion.drop_grad(set_to_none)
-
-    def drop_scaled_grad(self) -> None:
-        """
-        ### After a step, forget a gradient in a file
-
-        The step has scaled it in the buffer only.
-        """
-        if self.in_file is not None:
-            self.drop_grad()
 
     # ---------------------------------------------------------------------------------------- step
 
@@ -427,31 +262,9 @@ class ShardStates:
         if self.away is not None:
             self.away()
 
-    @torch.no_grad()
-    def put_master(self, master: torch.Tensor, portion: Portion | None = None) -> None:
-        """
-        ### Take another tensor as the master of a portion; left out, of the only one
-
-        * `master` has the same values, `(n,)`; or no elements, while they are elsewhere
-        """
-        portion = portion or self.portions[0]
-        portion.master = master
-        for piece, inside in self._pieces_of(portion):
-            piece.param.data = master[inside]
-        if portion.grad_holder is not None and portion.grad_holder is not self.shard:
-            # It has the gradient, so it keeps its shape. One element stands for all.
-            whole = master if len(master) else master.new_zeros(1).expand(portion.numel)
-            portion.grad_holder.data = whole
-
-    def read_async(self, *names: str) -> None:
-        """
-        ### Start to read these states, or all of them, if they rest in a file
-        """
-        if self.in_file is not None:
-            self.in_file.read_async(*names)
-
     @contextmanager
-    def in_memory(self, state: State, write: bool = True) -> Iterator[list[Here]]:
+    def in_memory(self, state: State,
+                  write: bool = True) -> Iterator[list[Here]]:
         """
         ### Master, moments and gradient in memory, inside this context
 
@@ -463,8 +276,9 @@ class ShardStates:
         exception the file is as it was.
         """
         self.bring_back()
+        stale = self.synced_version != self.shard._version
         with ExitStack() as contexts:
-            here = [contexts.enter_context(self._portion_in_memory(portion, state, write))
+            here = [contexts.enter_context(portion.in_memory(state, write, stale))
                     for portion in self.current()]
             yield here
 
@@ -478,100 +292,16 @@ class ShardStates:
             # If a master in a file was only read, the file still has the old one.
             self.synced_version = self.shard._version
 
-    @contextmanager
-    def _portion_in_memory(self, portion: Portion, state: State, write: bool) -> Iterator[Here]:
-        """
-        #### Master, moments and gradient of a portion
-        """
-        in_file = portion.in_file
-        views = in_file.wait() if in_file is not None else {}
-        master = self._follow_shard(portion, views.get("master", portion.master))
-        if in_file is None:
-            yield Here(portion.where, master, portion.grad)
-            return
-        self._attach(portion, state, views, master)
-        try:
-            yield Here(portion.where, master, views["grad"])
-            self._store_new_moments(portion, state, views)
-            if write and portion.stepped_names():
-                in_file.write_async(*portion.stepped_names())
-        finally:
-            self._detach(portion, state, views)
-            if in_file.held:
-                in_file.release()
-
     def _round(self, here: list[Here]) -> None:
         """
         #### Round the masters into the shard
         """
-        storage = self.flat.storage
-        if len(here) == 1:
-            storage.replace(here[0].master)
-            return
-        values = storage.load()
-        for each in here:
-            values[each.where].copy_(each.master)
-        storage.save()
-        storage.release()
-
-    def _follow_shard(self, portion: Portion, master: torch.Tensor) -> torch.Tensor:
-        """
-        #### Copy the shard into the master, if the caller has written into the shard
-
-        A shard that is its own master also gets its memory back, because `model.to("cpu:0")` gives
-        it another one, which the optimizer would not step.
-        """
-        if portion.is_master and portion.in_file is None:
-            values = self.shard.detach()[portion.where]
-            if values.data_ptr() != master.data_ptr():
-                self.put_master(values, portion)
-                return values
-        if self.synced_version != self.shard._version and not portion.is_master:
-            master.copy_(self.flat.storage.load()[portion.where])
-            self.flat.storage.release()
-        return master
-
-    def _attach(self, portion: Portion, state: State, views: dict[str, torch.Tensor],
-                master: torch.Tensor) -> None:
-        """
-        #### Let pieces and moments be views of the buffer that was read into
-        """
-        for known, name, view in self._moments(portion, state, views):
-            if not known[name].numel():
-                known[name] = view
-        for piece, inside in self._pieces_of(portion):
-            piece.param.data = master[inside]
-
-    def _store_new_moments(self, portion: Portion, state: State, views: dict[str, torch.Tensor]
-                           ) -> None:
-        """
-        #### Copy moments that the optimizer has made in this step into the buffer
-        """
-        for known, name, view in self._moments(portion, state, views):
-            if known[name].data_ptr() != view.data_ptr():
-                known[name] = view.copy_(known[name])
-
-    def _detach(self, portion: Portion, state: State, views: dict[str, torch.Tensor]) -> None:
-        """
-        #### Leave pieces and moments without elements: the next shard gets the buffer
-        """
-        for known, name, view in self._moments(portion, state, views):
-            if known[name].data_ptr() == view.data_ptr():
-                known[name] = view.new_empty(0)
-        for piece, _ in self._pieces_of(portion):
-            piece.param.data = piece.param.new_empty(0)
-
-    def _moments(
-        self, portion: Portion, state: State, views: dict[str, torch.Tensor]
-    ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """
-        #### Every moment of every piece: its states, its name in them, and its view of the buffer
-        """
-        for piece, inside in self._pieces_of(portion):
-            known = state.get(piece.param, {})
-            for name, value in known.items():
-                if name in views and isinstance(value, torch.Tensor):
-                    yield known, name, views[name][inside]
+        masters = [each.master for each in here]
+        if len(masters) > 1:
+            # They travel in the shard's data type.
+            masters = [whole_of([each.to(self.shard.device, self.shard.dtype)
+                                 for each in masters])]
+        self.flat.storage.replace(masters[0])
 
     # --------------------------------------------------------------------------------------- pieces
 
@@ -585,54 +315,51 @@ class ShardStates:
           piece that was merged has none
         """
         self.bring_back()
+        self.keys = [keys.index(key) for key in keys]
+        present = [i for i, span in enumerate(self.spans) if span.start < span.stop]
+        # A whole one is a piece by itself.
+        runs = groupby(present, key=lambda i: (self.group_indices[i], self.keys[i],
+                                               self.wholes & {i}))
+        starts = {self.spans[next(run)].start for _, run in runs}
         old = self.pieces
-        pieces = []
-        for _, run in groupby(self._cuts(), key=lambda each: (
-                # A whole one is a piece by itself.
-                each.portion, self.group_indices[each.position], keys[each.position],
-                each.position if each.position in self.wholes else -1)):
-            cuts = [*run]
-            where = slice(cuts[0].where.start, cuts[-1].where.stop)
-            pieces.append(self._piece(self.group_indices[cuts[0].position], where, state))
-        self.pieces = pieces
-        for piece in pieces:
-            at_rest(piece.param, self.flat)
-        kept = {piece.param for piece in pieces}
+        for portion in self.portions:
+            begins = [each for each in starts if portion.where.start < each < portion.where.stop]
+            bounds = sorted([portion.where.start, *begins, portion.where.stop])
+            portion.pieces = [self._piece(portion, slice(*each), state)
+                              for each in pairwise(bounds)]
+        kept = {piece.param for piece in self.pieces}
         for piece in old:
             if piece.param not in kept:
                 state.pop(piece.param, None)
 
-    def _cuts(self) -> list[Cut]:
-        """
-        #### The parameters that have elements in this rank's shard, cut between the portions
-        """
-        found = []
-        for position, span in enumerate(self.spans):
-            for number, portion in enumerate(self.portions):
-                where = slice(max(span.start, portion.where.start),
-                              min(span.stop, portion.where.stop))
-                if where.start < where.stop:
-                    found.append(Cut(where, position, number))
-        return found
-
-    def _piece(self, group_index: int, where: slice, state: State) -> Piece:
+    def _piece(self, portion: Portion, where: slice, state: State) -> Piece:
         """
         #### An old piece, a part of one with its states, or a new one
         """
-        for piece in self.pieces:
-            whole = piece.where
-            if whole == where:
+        param = nn.Parameter(portion.master[inside(portion.where, where)])
+        for piece in portion.pieces:
+            if piece.where == where:
                 return piece
-            if whole.start <= where.start and where.stop <= whole.stop:
-                inside = slice(where.start - whole.start, where.stop - whole.start)
-                param = nn.Parameter(piece.param.detach()[inside])
-                if piece.param in state:
-                    numel = whole.stop - whole.start
-                    state[param] = _states_of_part(state[piece.param], inside, numel)
-                return Piece(group_index, where, param)
-        return Piece(group_index, where, nn.Parameter(self._elements(where)))
+            old = piece.where
+            if old.start <= where.start and where.stop <= old.stop and piece.param in state:
+                part = slice(where.start - old.start, where.stop - old.start)
+                # A counter, or a moment without elements because it rests in a file, is copied.
+                state[param] = {
+                    name: value[part] if getattr(value, "shape", ()) == (old.stop - old.start,)
+                    else copy.deepcopy(value) for name, value in state[piece.param].items()}
+        # Between steps the shard has the gradient. Without a marker, somebody who clips
+        # `optimizer.param_groups` would find no gradients, and clip nothing.
+        param.grad = elsewhere(self.flat, param)
+        return Piece(self.group_indices[self._param_at(where)], where, param)
 
-    def split_by_use(self, used: list[bool], state: State) -> list[Piece]:
+    def _param_at(self, where: slice) -> int:
+        """
+        #### The number of the parameter in which a piece begins
+        """
+        return next(i for i, span in enumerate(self.spans) if where.start < span.stop)
+
+    def split_by_use(self, used: list[bool],
+                     state: State) -> list[Piece]:
         """
         ### The pieces to step if only some parameters have a gradient
 
@@ -640,20 +367,8 @@ class ShardStates:
 
         A piece with parameters of both kinds is split between them for good.
         """
-        self.repartition([*zip(self.piece_numbers(), used, strict=True)], state)
-        starts = {cut.where.start for cut in self._cuts() if used[cut.position]}
-        return [piece for piece in self.pieces if piece.where.start in starts]
-
-    def piece_numbers(self) -> list[int]:
-        """
-        ### The number of the piece that each parameter of the flat one begins in
-
-        `Zero3Optimizer.state_dict` saves these, and `repartition` takes them as keys.
-        """
-        # Not those that begin at the cut between two portions: a parameter may lie on both sides.
-        cuts = {portion.where.start for portion in self.portions[1:]}
-        starts = {piece.where.start for piece in self.pieces} - cuts
-        return [sum(start <= span.start for start in starts) for span in self.spans]
+        self.repartition([*zip(self.keys, used, strict=True)], state)
+        return [piece for piece in self.pieces if used[self._param_at(piece.where)]]
 
 
 class CountedShard(nn.Parameter):
@@ -681,19 +396,24 @@ class CountedShard(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
-def _states_of_part(known: dict[str, Any], inside: slice, numel: int) -> dict[str, Any]:
+@torch.no_grad()
+def _before_accumulation(flat_ref: weakref.ref[FlatParameter], grad: torch.Tensor) -> torch.Tensor:
     """
-    #### The states of one part of a piece that was split
+    #### A hook: autograd is about to add a gradient to the shard's `.grad`
+
+    A regulariser over `model.parameters()` has such gradients, for instance. Return the sum with
+    one that rests elsewhere. From now on all parameters count as used.
     """
-    found = {}
-    for name, value in known.items():
-        is_moment = isinstance(value, torch.Tensor) and value.dim() == 1
-        if is_moment and len(value) == numel:
-            found[name] = value[inside]
-        else:
-            # A counter, or a moment without elements because it rests in a file.
-            found[name] = copy.deepcopy(value)
-    return found
+    flat = flat_ref()
+    found: Any = None if flat is None else flat.shard.grad
+    if isinstance(found, GradientElsewhere):
+        present = flat.sink.read_grad()  # type: ignore[union-attr]
+        flat.shard.grad = None  # type: ignore[union-attr]
+        if present is not None:
+            grad = grad + present.to(grad.device, grad.dtype)
+    elif found is not None and hasattr(found, "used"):
+        found.used = None
+    return grad
 
 
 def moments_of(
@@ -708,11 +428,12 @@ def moments_of(
     * `two` is a tensor `(2,)` on the device of the step
     """
     state = first_state(optimizer_class, kwargs, group, two)
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value
+               for name, value in state.items() if isinstance(value, torch.Tensor)}
     moments = [name for name, value in tensors.items()
                if value.shape == two.shape and value.dtype == two.dtype]
-    moment_bytes = len(moments) * two.nbytes
-    return moments, sum(value.nbytes for value in tensors.values()) - moment_bytes
+    state_bytes = sum(value.nbytes for value in tensors.values())
+    return moments, state_bytes - len(moments) * two.nbytes
 
 
 def first_state(optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, Any],

@@ -11,6 +11,7 @@ So there is one hook, for good, which calls those who follow.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,46 +21,24 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-# Called with who follows, the optimizer, and the arguments of its `step`.
+# Called with who follows, the optimizer, and the arguments of its `step`. It must not refer to who
+# follows, who would live for ever.
 Hear = Callable[[Any, Optimizer, tuple, dict[str, Any]], None]
 
+# Those who follow the steps of all optimizers, as long as they live.
+before_steps: WeakKeyDictionary[Any, Hear] = WeakKeyDictionary()
+after_steps: WeakKeyDictionary[Any, Hear] = WeakKeyDictionary()
 
-class Followers:
+
+def tell(followers: WeakKeyDictionary[Any, Hear], optimizer: Optimizer, args: tuple,
+         kwargs: dict[str, Any]) -> None:
     """
-    ## Those who follow the steps of all optimizers, as long as they live
+    ## Tell all followers of a step
     """
-
-    def __init__(self, register: Callable):
-        """
-        ### Put in the one hook
-
-        * `register` is PyTorch's function for a hook of all optimizers
-        """
-        self._hears: WeakKeyDictionary[Any, Hear] = WeakKeyDictionary()
-        register(self._call)
-
-    def add(self, owner: object, hear: Hear) -> None:
-        """
-        ### Call `hear(owner, optimizer, args, kwargs)` at each step, while the owner lives
-
-        `hear` must not refer to its owner, who would live for ever.
-        """
-        self._hears[owner] = hear
-
-    def remove(self, owner: object) -> None:
-        """
-        ### No longer call for an owner
-        """
-        self._hears.pop(owner, None)
-
-    def __len__(self) -> int:
-        return len(self._hears)
-
-    def _call(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        # A list, because whoever hears of a step may add another one.
-        for owner, hear in list(self._hears.items()):
-            hear(owner, optimizer, args, kwargs)
+    # A list, because whoever hears of a step may add another one.
+    for owner, hear in list(followers.items()):
+        hear(owner, optimizer, args, kwargs)
 
 
-before_steps = Followers(register_optimizer_step_pre_hook)
-after_steps = Followers(register_optimizer_step_post_hook)
+register_optimizer_step_pre_hook(partial(tell, before_steps))
+register_optimizer_step_post_hook(partial(tell, after_steps))

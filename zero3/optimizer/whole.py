@@ -62,26 +62,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero3.comm.collectives import Communicator, Transfer
+from zero3.comm.collectives import ALONE, Communicator, Transfer
 from zero3.comm.links import ranks_of_parts
-from zero3.comm.order import Sender, node_of
+from zero3.comm.order import Listener, node_of
 from zero3.comm.parts import part_of
 from zero3.flat import Slot
-from zero3.guards.options import expect
-from zero3.optimizer.states import ShardStates, State
+from zero3.guards.options import Named, expect
+from zero3.optimizer.portions import inside
+from zero3.optimizer.states import ShardStates
 
 # A class of `torch.optim`, for instance.
 Maker = Callable[..., torch.optim.Optimizer]
 Options = dict[str, object]
 GroupBy = Callable[[str, nn.Parameter], Options]
-# Tensors, and the rank that each goes to or comes from, by the number of its shard.
-Messages = list[tuple[int, torch.Tensor]]
 KNOWN_LOOKS = ("element", "parameter")
 STEPS_EACH = "one that steps each parameter by itself, with a dense gradient"
 _CURE = ("give this optimizer the hidden matrices alone, and the rest to another one: "
@@ -117,20 +116,21 @@ class Owners:
         self.going: list[Trip] = []
         if groups:
             self._check_groups(groups)
-        owners = assign([whole.cost for whole in self.wholes], self.comm.world_size)
+        owners = assign([cost(whole.shape)
+                         for whole in self.wholes], self.comm.world_size)
         for whole, owner in zip(self.wholes, owners, strict=True):
             whole.owner = owner
-            if owner == self.comm.rank:
-                whole.param = self._stand_in(whole)
-        # The inner optimizer of each param group, with what this rank owns.
+        # What this rank owns, with the parameters of the inner optimizers.
+        self.own = {whole: self._stand_in(whole) for whole in self.wholes
+                    if whole.owner == self.comm.rank}
+        # The inner optimizer of each param group.
         self.inner = {
             index: _optimizer_of(options, [
-                whole.param for whole in self.wholes
-                if whole.param is not None and whole.group_index == index])
+                param for whole, param in self.own.items() if whole.group_index == index])
             for index, options in groups.items()}
-        for whole in self.wholes:
-            if whole.param is not None:
-                whole.param.data = whole.param.new_empty(0)
+        # They have elements only in their step.
+        for param in self.own.values():
+            param.data = param.new_empty(0)
 
     # --------------------------------------------------------------------------------------- build
 
@@ -211,7 +211,7 @@ class Owners:
         arriving: dict[Whole, list[torch.Tensor]] = {}
         for whole in wholes:
             mine = self._piece(whole)
-            if whole.owner == self.comm.rank:
+            if whole in self.own:
                 # (numel,) each, device
                 arriving[whole] = [part.new_empty(whole.numel) for part in mine]
             carried += [(whole, part, at_owner) for part, at_owner
@@ -241,7 +241,8 @@ class Owners:
             self._step_one(whole, tensors[0], tensors.pop(), factor)
         self.coming.remove(trip)
         self._land()
-        self._give_back(trip.wholes, {whole: values for whole, (values,) in trip.tensors.items()})
+        self._give_back(trip.wholes, {whole: values
+                                      for whole, (values,) in trip.tensors.items()})
 
     def _step_one(self, whole: Whole,
                   values: torch.Tensor,
@@ -252,7 +253,7 @@ class Owners:
 
         * `values`, `(numel,)`, gets the new ones
         """
-        param: nn.Parameter = whole.param  # type: ignore[assignment]
+        param = self.own[whole]
         inner = self.inner[whole.group_index]
         group = inner.param_groups[0]
         pieces = group["params"]
@@ -290,7 +291,8 @@ class Owners:
                 where.stop - where.start, dtype=whole.states.master_dtype,
                 device=whole.states.layer.device))
             pieces[whole] = [piece]
-        carried = [(whole, piece, values.get(whole)) for whole, (piece,) in pieces.items()]
+        carried = [(whole, piece, values.get(whole))
+                   for whole, (piece,) in pieces.items()]
         self._start("give back", carried, wholes, pieces)
 
     def _land(self) -> None:
@@ -307,15 +309,6 @@ class Owners:
                 with whole.states.in_memory(self.stepper.state, write=in_file) as ((_, master, _),):
                     master[whole.in_shard(self.comm.rank)] = piece.to(master.device)
 
-    def _of_others(self, whole: Whole) -> Iterator[tuple[int, slice]]:
-        """
-        #### The other ranks that have elements of it, and which
-        """
-        for rank in range(self.comm.world_size):
-            where = whole.within(rank)
-            if rank != whole.owner and where.start < where.stop:
-                yield rank, where
-
     def _start(self, event: str, carried: list[Carried],
                wholes: list[Whole],
                tensors: dict[Whole, list[torch.Tensor]]) -> None:
@@ -328,45 +321,40 @@ class Owners:
         """
         comm = self.comm
         sharing = ranks_of_parts(comm)
-        there: Messages = []
-        here: Messages = []
+        # Tensors, and the rank that each goes to or comes from, by the number of its shard.
+        there: list[tuple[int, torch.Tensor]] = []
+        here: list[tuple[int, torch.Tensor]] = []
         nbytes = 0
         for whole, piece, at_owner in carried:
             nbytes += whole.numel * piece.itemsize
             if at_owner is None:
                 there.append((whole.owner, piece))
                 continue
-            here += [(rank, at_owner[where]) for rank, where in self._of_others(whole)]
+            here += [(rank, at_owner[whole.within(rank)])
+                     for rank in range(comm.world_size)
+                     if rank != whole.owner]
             mine = at_owner[whole.within(comm.rank)]
-            if event == "collect":
-                mine.copy_(piece)
-            else:
-                piece.copy_(mine)
+            target, source = (mine, piece) if event == "collect" else (piece, mine)
+            target.copy_(source)
         sends, receives = (there, here) if event == "collect" else (here, there)
         # As many bytes, without memory.
         size = torch.empty(1, dtype=torch.uint8).expand(nbytes)
         transfer = comm.begin([*comm.sharers], [self.stepper], "pieces", [(size, size)])
         tag = transfer.tag()
         # Empty messages are not sent.
-        ops = [(op, sharing.ranks[rank], tensor) for op, messages
-               in ((dist.irecv, receives), (dist.isend, sends))
+        ops = [dist.P2POp(op, tensor, sharing.ranks[rank], sharing.process_group, tag)
+               for op, messages in ((dist.irecv, receives), (dist.isend, sends))
                for rank, tensor in messages if len(tensor)]
-        if comm.by_messages:
-            for op, rank, tensor in ops:
-                with transfer.starting(tensor) as works:
-                    works.append(op(tensor, rank, group=sharing.process_group, tag=tag))
-        elif ops:
+        transfer.buffers += [op.tensor for op in ops]
+        if ops:
             # Together, or two ranks could wait for each other.
-            with transfer.starting(*(tensor for *_, tensor in ops)) as works:
-                works += dist.batch_isend_irecv([
-                    dist.P2POp(op, tensor, rank, sharing.process_group, tag)
-                    for op, rank, tensor in ops])
-        transfer.buffers += [tensor for *_, tensor in ops]
+            with transfer.starting(*transfer.buffers) as works:
+                works += dist.batch_isend_irecv(ops)
         for rank, tensor in sends:
             is_far = node_of(sharing.ranks[rank]) != node_of(comm.global_rank)
             transfer.sent_bytes += tensor.nbytes
             transfer.between_bytes += tensor.nbytes * is_far
-            transfer.messages += 1
+            transfer.messages += len(tensor) > 0
         transfer.done.record()
         trips = self.coming if event == "collect" else self.going
         trips.append(Trip(transfer, wholes, tensors))
@@ -378,26 +366,23 @@ class Owners:
         """
         ### The state that this rank has of a parameter, if it is the owner
         """
-        inner = self.inner[whole.group_index]
-        return {} if whole.param is None else inner.state.get(whole.param, {})
+        param = self.own.get(whole)
+        return {} if param is None else self.inner[whole.group_index].state.get(param, {})
 
     def put_state(self, whole: Whole, state: dict[str, object]) -> None:
         """
         ### Replace the state of a parameter that this rank owns
         """
-        assert whole.param is not None, "only the owner has a state"
-        found = self.inner[whole.group_index].state
-        found.pop(whole.param, None)
-        if state:
-            found[whole.param] = {
-                key: value.to(self.stepper.device) if isinstance(value, torch.Tensor) else value
-                for key, value in state.items()}
+        self.inner[whole.group_index].state[self.own[whole]] = {
+            key: value.to(self.stepper.device) if isinstance(value, torch.Tensor) else value
+            for key, value in state.items()}
 
     def state_dict(self) -> dict[int, dict[str, object]]:
         """
         ### The states of the parameters that this rank owns, by their numbers
         """
-        return {i: dict(self.state_of(whole)) for i, whole in enumerate(self.wholes)
+        return {i: dict(self.state_of(whole))
+                for i, whole in enumerate(self.wholes)
                 if self.state_of(whole)}
 
     def load_state_dict(self, states: dict[int, dict[str, object]], groups: Sequence[Options]
@@ -406,10 +391,11 @@ class Owners:
         ### Load these states, and the options of the param groups that are stepped whole
         """
         for i, whole in enumerate(self.wholes):
-            if whole.param is not None:
+            if whole in self.own:
                 self.put_state(whole, states.get(i, {}))
         for group, saved in zip(self.param_groups, groups, strict=False):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update({key: value
+                          for key, value in saved.items() if key != "params"})
 
     def spread(self) -> dict[nn.Parameter, Spread]:
         """
@@ -422,10 +408,13 @@ class Owners:
         kinds = {}
         for i, own in self.state_dict().items():
             # A moment has the shape of its parameter.
-            dtypes = {key: value.dtype for key, value in own.items() if key != "step"
+            dtypes = {key: value.dtype
+                      for key, value in own.items() if key != "step"
                       and isinstance(value, torch.Tensor) and value.shape == self.wholes[i].shape}
-            kinds[i] = dtypes, {key: own[key] for key in own if key not in dtypes}
-        every = {i: each for theirs in self.comm.gather(kinds) for i, each in theirs.items()}
+            kinds[i] = dtypes, {key: own[key]
+                                for key in own if key not in dtypes}
+        every = {i: each
+                 for theirs in self.comm.gather(kinds) for i, each in theirs.items()}
         found: dict[nn.Parameter, Spread] = {}
         carried: list[Carried] = []
         for i, (dtypes, others) in sorted(every.items()):
@@ -440,7 +429,8 @@ class Owners:
             carried += [(whole, piece[: where.stop - where.start],
                          state[key].to(piece.device).reshape(-1) if state else None)
                         for key, piece in moments.items()]
-            found.update({piece.param: Spread(moments, others) for piece in whole.states.pieces
+            found.update({piece.param: Spread(moments, others)
+                          for piece in whole.states.pieces
                           if piece.where == span})
         self._start("give back", carried, [], {})
         self.going.pop().transfer.wait()
@@ -472,8 +462,6 @@ class Whole:
     states: ShardStates
     position: int  # among the parameters of the flat one
     owner: int = 0
-    # On the owner, the parameter of the inner optimizer. It has elements only in its step.
-    param: nn.Parameter | None = None
 
     @property
     def group_index(self) -> int:
@@ -491,26 +479,24 @@ class Whole:
     def numel(self) -> int:
         return self.shape.numel()
 
-    @property
-    def cost(self) -> int:
-        return cost(self.shape)
-
     def within(self, rank: int) -> slice:
         """
         ### The elements of the parameter that the shard of a rank has
         """
-        shard_numel = len(self.states.shard)
-        first = rank * shard_numel - self.slot.offset
-        begin, end = (min(max(bound, 0), self.numel) for bound in (first, first + shard_numel))
-        return slice(begin, end)
+        return inside(slice(self.slot.offset, self.slot.end), self._shard_of(rank))
 
     def in_shard(self, rank: int) -> slice:
         """
         ### Where in the shard of a rank these elements are
         """
-        first = self.slot.offset - rank * len(self.states.shard)
-        found = self.within(rank)
-        return slice(found.start + first, found.stop + first)
+        return inside(self._shard_of(rank), slice(self.slot.offset, self.slot.end))
+
+    def _shard_of(self, rank: int) -> slice:
+        """
+        #### The range of the flat parameter that is the shard of a rank
+        """
+        shard_numel = len(self.states.shard)
+        return slice(rank * shard_numel, (rank + 1) * shard_numel)
 
 
 @dataclass(eq=False)
@@ -538,19 +524,19 @@ class Spread(NamedTuple):
 Carried = tuple[Whole, torch.Tensor, torch.Tensor | None]
 
 
-class Stepper(Sender, Protocol):
+class Stepper(torch.optim.Optimizer, Named):
     """
-    ## What `Owners` has to know about its `Zero3Optimizer`
+    ## An optimizer of shards, as far as its `Owners` have to know it
+
+    It sends norms and pieces, so it has what a `Communicator` and a `Ledger` read of a layer.
     """
 
+    label = "the optimizer"
+    layer_idx = ALONE  # like every layer that is in no chain
     comm: Communicator
+    listener: Listener
     device: torch.device  # of the step
     shard_states: list[ShardStates]
-
-    @property
-    def state(self) -> State: ...
-
-    def expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None: ...
 
 
 # ---------------------------------------------------------------------------------------- planning
@@ -581,25 +567,16 @@ def in_rounds(wholes: Sequence[Whole]) -> list[list[Whole]]:
     """
     ## Which parameters travel together
     """
-    most = max((whole.cost for whole in wholes), default=1)
+    most = max((cost(whole.shape) for whole in wholes), default=1)
     loads: dict[int, int] = defaultdict(int)
     rounds: dict[int, list[Whole]] = defaultdict(list)
-    for whole in sorted(wholes, key=lambda whole: -whole.cost):
+    for whole in sorted(wholes, key=lambda whole: -cost(whole.shape)):
         rounds[loads[whole.owner] // most].append(whole)
-        loads[whole.owner] += whole.cost
+        loads[whole.owner] += cost(whole.shape)
     return [rounds[number] for number in sorted(rounds)]
 
 
 # ---------------------------------------------------------------------------------- param groups
-
-
-def always_whole(make: Maker,
-                 kwargs: Options,
-                 group_by: GroupBy) -> GroupBy:
-    """
-    ## `group_by` of an optimizer class that steps all parameters whole
-    """
-    return lambda name, param: {"optimizer": make, **kwargs, **group_by(name, param)}
 
 
 def looks_at(make: Maker, kwargs: Options, device: torch.device) -> str:
@@ -631,11 +608,13 @@ def looks_at(make: Maker, kwargs: Options, device: torch.device) -> str:
     return "element" if same else "parameter"
 
 
-def _tried(make: Maker, kwargs: Options, values: list[list[torch.Tensor]]) -> torch.Tensor:
+def _tried(make: Maker,
+           kwargs: Options, values: list[list[torch.Tensor]]) -> torch.Tensor:
     """
     #### By how much three steps change some values, with an optimizer for each list: `(n,)`
     """
-    params = [[nn.Parameter(value.clone()) for value in each] for each in values]
+    params = [[nn.Parameter(value.clone())
+               for value in each] for each in values]
     every = [*chain(*params)]
     device = every[0].device
     # A class may draw random numbers.
@@ -651,23 +630,11 @@ def _tried(make: Maker, kwargs: Options, values: list[list[torch.Tensor]]) -> to
                       for param, value in zip(every, chain(*values), strict=True)])
 
 
-def elementwise(options: list[Options]) -> list[Options]:
+def is_whole(options: Options) -> bool:
     """
-    ## The options of the param groups that are stepped element by element
+    ## Whether parameters with these options are stepped whole
     """
-    return [each for each in options if "optimizer" not in each]
-
-
-def elementwise_first(options: list[Options], shard_states: Iterable[ShardStates]) -> None:
-    """
-    ## Put the param groups that are stepped whole behind all others, and mark their parameters
-    """
-    order = sorted(range(len(options)), key=lambda i: "optimizer" in options[i])
-    options[:] = [options[i] for i in order]
-    for states in shard_states:
-        states.group_indices = [order.index(i) for i in states.group_indices]
-        states.wholes = {position for position, i in enumerate(states.group_indices)
-                         if "optimizer" in options[i]}
+    return "optimizer" in options
 
 
 class Matrices:
@@ -698,7 +665,8 @@ class Matrices:
         tables = {id(param) for module in plain.modules()
                   if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
                   for param in module.parameters(recurse=False)}
-        last = [id(param) for _, param in named if param.ndim == 2 and param.requires_grad][-1:]
+        last = [id(param)
+                for _, param in named if param.ndim == 2 and param.requires_grad][-1:]
         for name, param in named:
             said = [each for each in but if _is_in(name, each)]
             self.reasons[name] = (

@@ -55,7 +55,6 @@ from zero3.estimate.ledger import Ledger
 from zero3.flat import own_modules
 from zero3.guards.contents import Known, stray, uncompiled
 from zero3.guards.options import MOST, expect, whole
-from zero3.guards.shard_gradients import grad_of
 from zero3.layer import Zero3Layer
 from zero3.offload.activations import Activations
 from zero3.offload.tiers import Offload
@@ -165,9 +164,9 @@ class Zero3Model(StandIn, ShardedModel):
                 # Those with a gradient, for `check`.
                 model.missed = [unit.title for unit in model.units if missed
                                 for shard in unit.get_trainable_chunk()
-                                if id(shard) in missed and grad_of(shard) is not None]
+                                if id(shard) in missed and shard.grad is not None]
 
-        after_steps.add(self, count)
+        after_steps[self] = count
 
     def _plain(self) -> nn.Module:
         """
@@ -343,7 +342,7 @@ class Zero3Model(StandIn, ShardedModel):
         self._modules.clear()
         self.units.clear()
         self.sharded_layers = ()
-        after_steps.remove(self)
+        after_steps.pop(self, None)
         return plain
 
 
