@@ -57,7 +57,7 @@ def test_every_list_is_complete_and_can_be_played(gathers):
     the stage; what one rank sends, another one receives, in the same order; passes only compute
     with a stage that is whole. Breaks where two ranks would wait for each other.
     Proves I6, `actions`, `gpipe`, `one_forward_one_backward`, `_with_gathers`, `_with_transfers`,
-    `_with_reduces`, `Action`, `timeline`, `needed`.
+    `Action`, `timeline`, `needed`.
     """
     for name, p, m, v in EVERY:
         lists = actions(name, p, m, v, gathers)
