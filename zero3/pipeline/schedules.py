@@ -51,7 +51,7 @@ If a rank has several stages, `step` keeps all of them whole. With breadth-first
 go forward through a stage before the next one of this rank begins, so two gathers per stage are
 enough, and one for the last.
 
-**Run this**: `python -m zero3.pipeline --stages 4 --micro-batches 8 --schedule 1f1b` draws a
+**Run this**: `python -m zero3.pipeline --ranks 4 --micro-batches 8 --schedule 1f1b` draws a
 schedule.
 
 **Not covered, and what that costs**: schedules that fill the bubble with the part of backward that
@@ -223,8 +223,10 @@ ORDERS: dict[str, Callable[[int, int, int, int], Passes]] = {
 # ------------------------------------------------------------------------------- what comes between
 
 
-def _with_gathers(passes: list[Action], gathers: str, ranks: int, stages: int
-                  ) -> Iterator[Action]:
+def _with_gathers(passes: list[Action],
+                  gathers: str,
+                  ranks: int,
+                  stages: int) -> Iterator[Action]:
     """
     #### Gather a stage before a run of passes, free it afterwards, and reduce it after the last one
 
