@@ -16,6 +16,7 @@ from tests.pipeline.test_pipeline import LENGTH, NAMES, TOKENS, WIDTH, chain, gp
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer
 from zero3.pipeline import Pipeline
+from zero3.pipeline.channels import Channels
 from zero3.pipeline.schedules import Action
 
 
@@ -226,6 +227,24 @@ def test_all_ranks_quote_the_first_of_several_errors():
     (first, again), other = run(all_fail, 2)
     assert first == again and other == [first] * 2
     assert first in ("error 0 of rank 0", "error 0 of rank 1")
+
+
+def groups_of_an_accelerator():
+    """The process groups that a rank makes where tensors are not on the CPU, by their names."""
+    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=NAMES)
+    pipeline = Pipeline(gpt(0, torch.float), mesh, loss_fn=loss_of)
+    channels = Channels(pipeline.stage_comm.stages, pipeline.comm.ranks, torch.device("meta"))
+    return {way: group.process_group.group_name for way, group in channels.data.items()}
+
+
+def test_three_stages_on_accelerators_make_the_same_groups():
+    """
+    Each way has one of its own. Breaks where ranks make other numbers of groups: torch's names of
+    them differ then, and the ranks wait for each other.
+    Proves `Channels._data_groups`, `Channels._group`.
+    """
+    first, *others = run(groups_of_an_accelerator, 3)
+    assert len({*first.values()}) == 4 and others == [first] * 2
 
 
 def other_micro_batches():

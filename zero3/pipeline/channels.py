@@ -25,8 +25,9 @@ group, where every rank finds it.
 
 **Why several process groups.** NCCL runs the transfers between two ranks in the order in which they
 were queued. If rank 0 queued an activation and rank 1 a gradient, each would wait for the other to
-receive. So with NCCL each way has a group of its own. The announcements have one of gloo, because
-the host reads them without waiting for a device.
+receive. So with NCCL there are four groups: for activations and for gradients, to later ranks and
+to earlier ones. In each of them one of two ranks only sends, and the other one only receives. The
+announcements have a group of gloo, because the host reads them without waiting for a device.
 
 **On demand.** gloo sends a message once the receiver has asked for it, at `receive`. So on the CPU
 a transfer overlaps nothing on the receiving rank. The sending rank goes on at once.
@@ -83,14 +84,12 @@ class Channels:
 
     def __init__(self, line: Group,
                  ranks: tuple[int, ...],
-                 tied: tuple[int, int],
                  device: torch.device):
         """
         ### Make the process groups
 
         * `line` has the ranks of this pipeline, in order
         * `ranks` are those of all pipelines side by side, first those that have the first stage
-        * `tied` has the places of the two ranks that share tied weights, or one place twice
         * `device` is where tensors arrive
 
         All of these ranks call it.
@@ -99,7 +98,7 @@ class Channels:
         self.ranks = ranks
         self.device = device
         self.control = self._group(ranks, "gloo")
-        self.data = self._data_groups(tied)
+        self.data = self._data_groups()
         # The last descriptions, sent and received, by kind and stage of the receiving action.
         self._descriptions: dict[tuple[str, int], bytes] = {}
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
@@ -113,24 +112,23 @@ class Channels:
                               use_local_synchronization=True)
         return Group(ranks, ranks.index(self.line.global_rank), weakref.ref(made))
 
-    def _data_groups(self, tied: tuple[int, int]) -> dict[tuple[bool, int, int], Group]:
+    def _data_groups(self) -> dict[tuple[bool, bool], Group]:
         """
-        #### The process group of each way: whether of gradients, sender, receiver
+        #### The process group of each way: whether of gradients, and whether to a later rank
 
-        gloo tells activations and gradients apart by their tags, so all ways share one group.
+        gloo tells activations and gradients apart by their tags, so all ways share one group. All
+        ranks make as many groups in the same order: torch numbers them, and ranks with other
+        numbers would wait for each other.
         """
-        line = self.line
-        ways = {(gradients, here, (here + (-1 if gradients else 1)) % line.size)
-                for gradients in (False, True) for here in range(line.size)}
-        first, last = tied
-        if first != last:
-            ways |= {(False, first, last), (True, last, first)}
+        ways = [(gradients, goes_on) for gradients in (False, True) for goes_on in (False, True)]
         if self.device.type == "cpu":
-            return dict.fromkeys(ways, self._group(line.ranks, None))
-        return {way: self._group(tuple(sorted({line.ranks[place] for place in way[1:]})), None)
-                for way in sorted(ways) if line.rank in way[1:]}
+            return dict.fromkeys(ways, self._group(self.line.ranks, None))
+        return {way: self._group(self.line.ranks, None) for way in ways}
 
-    def compare(self, problem: str, batch: str, expected: str, cure: str) -> None:
+    def compare(self, problem: str,
+                batch: str,
+                expected: str,
+                cure: str) -> None:
         """
         ### Refuse batches that cannot be cut, or that differ between the stages of a pipeline
 
@@ -140,16 +138,22 @@ class Channels:
         side by side may have different shapes. Raises `ValueError` on all ranks.
         """
         # A process group has its ranks in ascending order.
-        told = dict(zip(sorted(self.ranks), self.control.gather((problem, batch)), strict=True))
+        told = dict(zip(sorted(self.ranks),
+                        self.control.gather((problem, batch)),
+                        strict=True))
         where = f"rank {self.line.global_rank}: the batch"
         for rank in self.ranks:
             expect(not told[rank][0], where, expected, f"{told[rank][0]}, on rank {rank}", cure)
         beside = len(self.ranks) // self.line.size
         for first in range(beside):
             line = self.ranks[first::beside]
-            same(where, line, [{"batch": told[rank][1]} for rank in line], cure, ValueError)
+            same(where, line,
+                 [{"batch": told[rank][1]} for rank in line],
+                 cure, ValueError)
 
-    def send(self, action: Action, to: int, value: Tree) -> Sent:
+    def send(self, action: Action,
+             to: int,
+             value: Tree) -> Sent:
         """
         ### Start to send tensors
 
@@ -163,16 +167,21 @@ class Channels:
                    if isinstance(leaf, torch.Tensor)]
         is_known = self._descriptions.get(action[:2]) == description
         self._descriptions[action[:2]] = description
-        told = torch.tensor([] if is_known else [*description], dtype=torch.uint8, device="cpu")
-        row = torch.tensor([KINDS.index(action.kind), *action[1:], len(told)], device="cpu")
+        told = torch.tensor([] if is_known else [*description],
+                            dtype=torch.uint8, device="cpu")
+        row = torch.tensor([KINDS.index(action.kind), *action[1:], len(told)],
+                           device="cpu")
         self._collect()
-        data = self.data[action.is_gradient, self.line.rank, to]
+        data = self.data[action.is_gradient, self.line.rank < to]
         for group, parts in ((self.control, (row, told)), (data, tensors)):
             for tensor in parts:
                 self._isend(tensor, to, group, action.is_gradient)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         far = node_of(self.line.ranks[to]) != node_of(self.line.global_rank)
-        return Sent(nbytes, nbytes * far, len(tensors), row.nbytes + told.nbytes)
+        return Sent(nbytes,
+                    nbytes * far,
+                    len(tensors),
+                    row.nbytes + told.nbytes)
 
     def receive(self, action: Action, source: int) -> Tree:
         """
@@ -202,7 +211,9 @@ class Channels:
 
         def arrived(like: torch.Tensor) -> torch.Tensor:
             found = torch.empty_like(like, device=self.device)
-            self._recv(found, source, self.data[gradients, source, self.line.rank], gradients)
+            self._recv(found, source,
+                       self.data[gradients, source < self.line.rank],
+                       gradients)
             return found.requires_grad_(like.requires_grad)
 
         description = pickle.loads(self._descriptions[action[:2]])
@@ -250,7 +261,8 @@ class Channels:
         if tensor.numel():
             peer = self.line.ranks[to]
             with self._explained():
-                work = dist.isend(tensor, peer, group.process_group, tag=int(gradients))
+                work = dist.isend(tensor, peer, group.process_group,
+                                  tag=int(gradients))
             self._leaving.append((work, tensor))
 
     def _recv(self, buffer: torch.Tensor,
@@ -263,7 +275,8 @@ class Channels:
         if buffer.numel():
             peer = self.line.ranks[source]
             with self._explained():
-                work = dist.irecv(buffer, peer, group.process_group, tag=int(gradients))
+                work = dist.irecv(buffer, peer, group.process_group,
+                                  tag=int(gradients))
             self._land(work)
 
     def _land(self, work: Any) -> None:

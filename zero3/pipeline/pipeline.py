@@ -67,7 +67,15 @@ from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.pipeline.channels import LEAVES, Channels, Sent, Tree
 from zero3.pipeline.schedules import PASSES, Action, actions
-from zero3.pipeline.stages import Plan, Stage, StageLayer, balanced, holder, names_of, untie
+from zero3.pipeline.stages import (
+    Plan,
+    Stage,
+    StageLayer,
+    balanced,
+    holder,
+    names_of,
+    untie,
+)
 from zero3.sharded import Sharded, ShardedModel
 
 _MESHES = (("pipeline", "shard"), ("pipeline", "replicate", "shard"))
@@ -144,16 +152,19 @@ class Pipeline(ShardedModel):
         self._build(plan, make, Offload.of(offload))
         self._connect(line.group, mesh)
         self._free_others(plan)
-        self.channels = Channels(line.group, self.comm.ranks, plan.partners, self.device)
+        self.channels = Channels(line.group, self.comm.ranks, self.device)
 
-    def _build(self, plan: Plan, make: Callable[..., StageLayer], offload: Offload | None) -> None:
+    def _build(self, plan: Plan,
+               make: Callable[..., StageLayer],
+               offload: Offload | None) -> None:
         """
         #### Shard the layers of this rank's stages, and its tied weights
         """
         own = plan.own(self.place)
         untie(own.values(), plan.tied)
         built = {i: make(layer, offload=offload) for i, layer in own.items()}
-        self.module_list = nn.ModuleDict({str(i): layer for i, layer in built.items()})
+        self.module_list = nn.ModuleDict(
+            {str(i): layer for i, layer in built.items()})
         self.sharded_layers = tuple(built.values())
         # The layer of tied weights. `borrowed` is set if another rank keeps them.
         self.tied: tuple[StageLayer, ...] = ()
@@ -163,10 +174,12 @@ class Pipeline(ShardedModel):
         # A dict is not registered: its layers are in `module_list` already.
         self.stages: dict[int, Stage] = {}
         for s in sorted({plan.places[i] for i in built}):
-            layers = {i: layer for i, layer in built.items() if plan.places[i] == s}
+            layers = {i: layer for i, layer in built.items()
+                      if plan.places[i] == s}
             self.stages[s] = Stage(layers, self.tied if s in self.ends else ())
 
-    def _build_tied(self, plan: Plan, make: Callable[..., StageLayer],
+    def _build_tied(self, plan: Plan,
+                    make: Callable[..., StageLayer],
                     offload: Offload | None) -> None:
         """
         #### Shard the tied weights, kept or borrowed
@@ -236,9 +249,8 @@ class Pipeline(ShardedModel):
         with super().full_params(writeback) as own:
             found: dict[str, nn.Parameter] = {}
             for first, (owner, shape, dtype) in self.shapes.items():
-                param: Any = own.get(first)
-                if param is None:
-                    param = torch.empty(shape, dtype=dtype, device=self.device)
+                param: Any = own[first] if first in own else torch.empty(
+                    shape, dtype=dtype, device=self.device)
                 self._share(param, owner)
                 found |= dict.fromkeys(self.names[first], param)
             try:
@@ -442,7 +454,7 @@ class Pipeline(ShardedModel):
             groups = () if comm.broken else comm.groups
             comm.give_up(f"{error}" or repr(error))
             comm.announce_fault((*groups, comm.stages), self)
-            if first != mine:
+            if first != mine and isinstance(error, Exception):
                 raise RuntimeError(f"{error} The first error of all: {first}") from error
             raise
 
@@ -492,8 +504,8 @@ class _Batch:
         value = self.values.pop(key) if action.stage else _copied(x)
         came_in = _trainable(value)
         self.stages[action.stage].begin()
-        output = self.stages[action.stage](
-            pytree.tree_map_only(torch.Tensor, _Arrival.apply, value))
+        value = pytree.tree_map_only(torch.Tensor, _Arrival.apply, value)
+        output = self.stages[action.stage](value)
         if action.stage == self.pipeline.count - 1:
             edges: list[Tree] = [self._loss_of(output, y)]
         else:
@@ -528,16 +540,21 @@ class _Batch:
             if action.stage == self.pipeline.count - 1:
                 self.optimizer.backward(edges.pop() / self.pipeline.micro_batches)
             elif edges:
-                pairs = [(edge, grad) for edge, grad
-                         in zip(edges, self.values.pop(key), strict=True) if grad is not None]
-                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+                grads = self.values.pop(key)
+                pairs = [(edge, grad)
+                         for edge, grad in zip(edges, grads, strict=True)
+                         if grad is not None]
+                torch.autograd.backward([edge for edge, _ in pairs],
+                                        [grad for _, grad in pairs])
         if action.stage:
             grads = [tensor.grad for tensor in came_in]
             self._hand_on(action.stage - 1, action.micro_batch, grads)
 
     # ---------------------------------------------------------------------------------------- move
 
-    def _hand_on(self, stage: int, micro_batch: int, value: Tree) -> None:
+    def _hand_on(self, stage: int,
+                 micro_batch: int,
+                 value: Tree) -> None:
         """
         #### Put a value where the next action finds it
         """
@@ -550,7 +567,8 @@ class _Batch:
         """
         ### Send activations to the next stage, or gradients to the one before
         """
-        return self._send(action, self.values.pop((self._partner(action), action.micro_batch)))
+        key = self._partner(action), action.micro_batch
+        return self._send(action, self.values.pop(key))
 
     send_gradient = send
 
@@ -566,7 +584,8 @@ class _Batch:
         """
         #### Send something to the rank that receives it
         """
-        there = Action(action.kind.replace("send", "receive"), self._partner(action),
+        there = Action(action.kind.replace("send", "receive"),
+                       self._partner(action),
                        action.micro_batch)
         return self.channels.send(there, there.stage % self.pipeline.ranks, value)
 
@@ -646,7 +665,8 @@ class _Batch:
         tied.reducer.end()
         grads: list[Any] = [flat.shard.grad for flat in tied.flats]
         sent = self._send(action, [
-            None if grad is None else (sorted(grad.used), grad.as_subclass(torch.Tensor))
+            None if grad is None else
+            (sorted(grad.used), grad.as_subclass(torch.Tensor))
             for grad in grads])
         tied.zero_grad()
         return sent
@@ -664,7 +684,8 @@ class _Batch:
                 continue
             names, grad = theirs
             if flat.grad is None:
-                flat.begin_grad(torch.empty_like(flat.full, dtype=flat.shard.grad_dtype))
+                flat.begin_grad(torch.empty_like(
+                    flat.full, dtype=flat.shard.grad_dtype))
             full = flat.zero_missing()
             flat.ready.update(names)
             if tied.comm.in_first_replica:

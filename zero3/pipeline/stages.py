@@ -97,7 +97,8 @@ class Stage(Zero3Sequential):
     ## One stage of a pipeline
     """
 
-    def __init__(self, layers: dict[int, StageLayer], tied: tuple[StageLayer, ...]):
+    def __init__(self, layers: dict[int, StageLayer],
+                 tied: tuple[StageLayer, ...]):
         """
         ### Link the layers
 
@@ -145,7 +146,9 @@ class Plan:
     ## Which rank has which layers, and which weights two stages share
     """
 
-    def __init__(self, layers: list[nn.Module], ranks: int, counts: list[int]):
+    def __init__(self, layers: list[nn.Module],
+                 ranks: int,
+                 counts: list[int]):
         """
         ### Find the tied weights
 
@@ -162,14 +165,16 @@ class Plan:
                      if len({layer_of(name) for name in names}) > 1}
         pairs = {tuple(sorted({self.places[layer_of(name)] for name in names}))
                  for names in self.tied.values()}
-        expect(len(pairs) <= 1 and all(len(pair) <= 2 for pair in pairs), "tied weights",
+        good = len(pairs) <= 1 and all(len(pair) <= 2 for pair in pairs)
+        expect(good, "tied weights",
                "the same two stages for all of them", f"stages {sorted(pairs)}",
                "cut the stages elsewhere, with `stages=`")
         # The first and the last stage that use tied weights.
         pair = min(pairs, default=(0,))
         self.ends = (pair[0], pair[-1])
         # The places of the ranks that have these stages.
-        self.partners = (pair[0] % ranks, pair[-1] % ranks)
+        self.partners = (pair[0] % ranks,
+                         pair[-1] % ranks)
         self._check_weights()
 
     def _check_counts(self) -> None:
@@ -200,7 +205,9 @@ class Plan:
         """
         ### What each parameter is: the rank in the pipeline that keeps it, its shape and data type
         """
-        return {names[0]: (self.places[layer_of(names[0])] % self.ranks, p.shape, p.dtype)
+        return {names[0]: (self.places[layer_of(names[0])] % self.ranks,
+                           p.shape,
+                           p.dtype)
                 for p, names in self.names.items()}
 
     @property
@@ -240,7 +247,8 @@ def balanced(layers: list[nn.Module], parts: int) -> list[int]:
         found = []
         for end in range(begin + 1, len(sizes) - parts + 2):
             largest, counts = best(end, parts - 1)
-            found.append((max(size(begin, end), largest), [end - begin, *counts]))
+            found.append((max(size(begin, end), largest),
+                          [end - begin, *counts]))
         return min(found)
 
     expect(0 < parts <= len(layers), "the stages", f"at most {len(layers)}, one for each layer",
@@ -248,7 +256,8 @@ def balanced(layers: list[nn.Module], parts: int) -> list[int]:
     return best(0, parts)[1]
 
 
-def names_of(layers: list[nn.Module], kind: str = "named_parameters") -> dict[Any, list[str]]:
+def names_of(layers: list[nn.Module],
+             kind: str = "named_parameters") -> dict[Any, list[str]]:
     """
     ## All names of each parameter in the plain model, `nn.Sequential(*layers)`
 
@@ -267,7 +276,8 @@ def layer_of(name: str) -> int:
     return int(name.split(".")[0])
 
 
-def untie(layers: Iterable[nn.Module], tied: Container[nn.Parameter]) -> None:
+def untie(layers: Iterable[nn.Module],
+          tied: Container[nn.Parameter]) -> None:
     """
     ## Make tied weights plain attributes of their modules
 
