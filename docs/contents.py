@@ -221,7 +221,7 @@ FURTHER = (
          "activations and gradients between the stages"),
         ("zero3/pipeline/pipeline.py",
          "`Pipeline`: train a model in sharded stages"),
-        ("zero3/pipeline/__init__.py", "`Pipeline`, imported on first use"),
+        ("zero3/pipeline/__init__.py", "its public name"),
         ("zero3/pipeline/__main__.py", "its command line"),
         ("notebooks/10_pipeline.ipynb", "How often does a stage have to be gathered?")),
     chapter(

@@ -296,7 +296,7 @@ MUTATIONS = [
         why="One bit in the file of rank 1 has changed, and with it the sign of a weight. Only "
             "the checksum can distinguish this weight from a trained one."),
     Mutation(
-        "parts", "pipeline/pipeline.py", "_Batch._backward",
+        "parts", "pipeline/pipeline.py", "_Batch.backward",
         title="The losses of micro-batches are not divided",
         old="                self.optimizer.backward(edges.pop() / self.pipeline.micro_batches)\n",
         new="                self.optimizer.backward(edges.pop())\n",
@@ -307,10 +307,10 @@ MUTATIONS = [
             "four of them the gradient is four times that of the batch. The loss that is printed "
             "does not show it, because it is divided elsewhere."),
     Mutation(
-        "tied", "pipeline/pipeline.py", "_Batch._receive_tied_gradient",
+        "tied", "pipeline/pipeline.py", "_Batch.receive_tied_gradient",
         title="The gradient of the borrowed weights is not added",
-        old="                tied.comm.rows(flat.grad)[tied.comm.rank] += grad\n",
-        new="                tied.comm.rows(flat.grad)[tied.comm.rank] += 0\n",
+        old="                tied.comm.rows(full)[tied.comm.rank] += grad\n",
+        new="                tied.comm.rows(full)[tied.comm.rank] += 0\n",
         breaks="I1", program="stages",
         healthy="step of the tied weight: 1.00 times that of plain PyTorch",
         symptom="step of the tied weight: 0.",
@@ -416,9 +416,9 @@ MUTATIONS = [
         why="A rank has some of the positions, and their gradient. The copies of the weight on "
             "both ranks drift apart, and no output shows it in the first step."),
     Mutation(
-        "mask", "inject/sequence.py", "StreamDropout.forward",
+        "mask", "inject/sequence.py", "PartialDropout.forward",
         title="Each rank draws a mask for its own positions",
-        old="        return self.drop(x, self.border.dim, self.border.length, begin)\n",
+        old="        return x * mine\n",
         new="        return F.dropout(x, self.p)\n",
         breaks="I1", program="split",
         healthy="by positions: outputs that differ from plain PyTorch: 0",

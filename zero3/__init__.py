@@ -58,7 +58,7 @@ Read the files with numbers in this order. Those with "more" can be skipped.
 | more | `pipeline/stages.py` | stages: layers that stay whole for longer |
 | more | `pipeline/channels.py` | activations and gradients between the stages |
 | more | `pipeline/pipeline.py` | `Pipeline`: train a model in sharded stages |
-| more | `pipeline/__init__.py` | `Pipeline`, imported on first use |
+| more | `pipeline/__init__.py` | its public name |
 | more | `compiler/graph.py` | a step as a list of operations |
 | more | `compiler/passes.py` | passes: gather earlier, keep, share |
 | more | `compiler/trace.py` | from a model to graphs, by `torch.compile` |

@@ -144,7 +144,7 @@ def test_restored_models_have_the_same_classes_parameters_and_bits(which):
     After `restore` each module has its class, and outputs have the bits of the plain model.
     Breaks if a module keeps a class of ours.
     Proves `inject`, `restore`, `Replacement`, `Replacement.begin`, `Replacement.end`, `Policy`,
-    `Policy.new_class`, `Policy.base_of`, `_replacements`.
+    `Policy.new_class`, `Policy.base_of`.
     """
     model, listed, _ = make(which)
     model.eval()
@@ -306,7 +306,7 @@ def test_models_on_the_meta_device_are_injected():
 def test_two_policies_may_go_around_one_module():
     """
     Nested and repeated modules, and two policies on one class. The later one is outside.
-    Proves `Policy.new_class`, `restore`, `_replacements`.
+    Proves `Policy.new_class`, `restore`.
     """
     class Doubled(policies.Replacement):
         def forward(self, x):

@@ -208,9 +208,9 @@ def test_two_ranks_train_the_weights_of_the_plain_model(which, more):
     Proves I1, `tensor_parallel`, `Line`, `Line.prepare`, `Line.all_reduce`, `Line.all_gather`,
     `Line.twin`, `Pattern`, `Pattern.parts`, `Split`, `Split.forward`,
     `Weights`, `Weights.split`, `Weights.end`, `Weights._whole`, `Column`, `Row`,
-    `VocabularyEmbedding`, `VocabularyHead`, `SharedConvolution`, `SplitDropout`, `Border`,
-    `Border.enter`, `Border.leave`, `Border.states`, `Border.weight`, `Swap`, `identity`,
-    `Line.gather_parts`, `Line.padded`, `Line.range`, `_over_ranks`, `_attribute`.
+    `VocabularyEmbedding`, `VocabularyHead`, `SharedConvolution`, `PartialDropout`, `Border`,
+    `Border.enter`, `Border.leave`, `Border.states`, `Border.weight`, `Border.sizes`, `Swap`,
+    `identity`, `Line.gather_parts`, `Line.padded`, `Line.sizes`, `_over_ranks`, `_attribute`.
     """
     for worst, share in run(split_alone, 2, which, more):
         assert worst < 1 and share < (0.8 if "bert" in which else 0.75), (worst, share)
@@ -251,13 +251,12 @@ def test_ranks_with_some_of_the_positions_train_the_weights_of_the_plain_model(w
     and activations that are computed again in backward.
     Breaks if the gradients of norms or of these biases are not summed, or if a rank draws a mask
     for its own positions alone.
-    Proves I1, `tensor_parallel`, `Stream`, `Stream.begin`, `Stream.end_of`, `Stream.prepare`,
+    Proves I1, `tensor_parallel`, `Stream`, `Stream.begin`, `Stream.along`, `Stream.prepare`,
     `Stream.inside`, `SequenceBorder`, `SequenceBorder.states`, `SequenceBorder.enter`,
-    `SequenceBorder.leave`, `SequenceBorder.weight`, `SequenceBorder.range`, `SequenceBorder.own`,
+    `SequenceBorder.leave`, `SequenceBorder.weight`, `SequenceBorder.sizes`, `SequenceBorder.own`,
     `SequenceBorder.gathered`, `SequenceBorder.summed`, `SequenceBorder.begin`,
-    `SequenceBorder.end`, `Stream.blocks_of`, `InStream`, `StreamBegin`, `StreamEnd`,
-    `SummedWeights`, `StreamDropout`, `PartialDropout`, `PartialDropout.drop`, `exchanged`,
-    `own_class`, `become`,
+    `SequenceBorder.end`, `InStream`, `StreamBegin`, `StreamEnd`, `SummedWeights`,
+    `PartialDropout`, `PartialDropout.forward`, `exchanged`, `own_class`, `become`,
     `Line.reduce_scatter`, `Line.border_of`.
     """
     for worst in run(sequence_alone, 2, which, more, length):
@@ -655,7 +654,7 @@ def test_a_model_that_cannot_be_split_is_refused_and_stays_as_it_was():
     Also with `strict=False`: a model of which half is split computes something else. Layers with
     another forward, heads and weights that cannot be divided, and modules of a stream that may need
     all positions.
-    Proves `tensor_parallel`, `Line.prepare`, `_check_ties`, `Stream.problem`, `Split.problem`,
+    Proves `tensor_parallel`, `Line.prepare`, `_check_ties`, `Stream.problems`, `Split.problem`,
     `Weights.unfit`.
     """
     for said in run(refused, 2):

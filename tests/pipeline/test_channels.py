@@ -4,6 +4,7 @@
 
 import dataclasses
 import os
+import pickle
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.pipeline.test_pipeline import LENGTH, NAMES, TOKENS, WIDTH, chain, gp
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer
 from zero3.pipeline import Pipeline
-from zero3.pipeline.channels import Channels, Fault
+from zero3.pipeline.channels import Channels
 from zero3.pipeline.schedules import Action
 
 
@@ -105,14 +106,14 @@ def test_an_error_in_one_stage_is_raised_in_all_with_its_cause(how, at, cause):
     The rank itself raises its own error, and all others quote it. A later batch raises again,
     because gradients are half summed. Breaks where a rank waits for one that has failed, or where
     an error without a text counts as none.
-    Proves I6, I10, `Pipeline._together`, `Channels.fail`, `Channels.cause_of`, `Channels._cause`,
-    `Channels.receive`, `Fault`, `Action.where`, `Communicator.announce_fault`.
+    Proves I6, I10, `Pipeline._together`, `Channels.fail`, `Channels.receive`, `Action.where`,
+    `Communicator.announce_fault`.
     """
     answers = run(train_until, 4, how, at)
     for rank, (first, second, third) in enumerate(answers):
-        assert "Error" not in first and "Fault" not in first
+        assert "Error" not in first
         assert cause in second and (rank == at or f"On rank {at}." in second), (rank, second)
-        assert "Error" in third or "Fault" in third
+        assert "Error" in third
 
 
 @pytest.mark.parametrize("how, wrong", [
@@ -210,14 +211,63 @@ def test_what_cannot_be_a_pipeline_is_refused():
             assert part in text and "What to do: " in text, text
 
 
-def test_a_fault_keeps_the_cause_for_the_ranks_after_this_one():
+def all_fail():
+    """What each rank gets as the first error, if all of them have one, and one has a second."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    channels = Pipeline(chain(0, torch.float), mesh, loss_fn=loss_of).channels
+    dist.barrier()
+    return [channels.fail(f"error {i} of rank {dist.get_rank()}") for i in range(2)]
+
+
+def test_all_ranks_quote_the_first_of_several_errors():
     """
-    Proves `Fault`, `Channels`.
+    Breaks where an error that follows from another one hides it.
+    Proves `Channels.fail`.
     """
-    fault = Fault("rank 1: another rank has failed.", "a bad layer")
-    assert fault.cause == "a bad layer" and isinstance(fault, RuntimeError)
-    assert Action("receive", 1, 0) != Action("receive", 1, 1)
-    assert Channels.fail.__doc__
+    (first, again), other = run(all_fail, 2)
+    assert first == again and other == [first] * 2
+    assert first in ("error 0 of rank 0", "error 0 of rank 1")
+
+
+def groups_of_an_accelerator():
+    """The process groups that a rank makes where tensors are not on the CPU, by their names."""
+    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=NAMES)
+    pipeline = Pipeline(gpt(0, torch.float), mesh, loss_fn=loss_of)
+    channels = Channels(pipeline.stage_comm.stages, pipeline.comm.ranks, torch.device("meta"))
+    return {way: group.process_group.group_name for way, group in channels.data.items()}
+
+
+def test_three_stages_on_accelerators_make_the_same_groups():
+    """
+    Each way has one of its own. Breaks where ranks make other numbers of groups: torch's names of
+    them differ then, and the ranks wait for each other.
+    Proves `Channels._data_groups`, `Channels._group`.
+    """
+    first, *others = run(groups_of_an_accelerator, 3)
+    assert len({*first.values()}) == 4 and others == [first] * 2
+
+
+def other_micro_batches():
+    """Rank 1 sends for another micro-batch than rank 0 expects."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    channels = Pipeline(chain(0, torch.float), mesh, loss_fn=loss_of).channels
+    if dist.get_rank():
+        channels.send(Action("receive gradient", 0, 1), 0, [])
+        return channels.end()
+    told = text_of(lambda: channels.receive(Action("receive gradient", 0, 0), 1))
+    # What is left of the message, so that rank 1 goes on.
+    channels._recv(torch.empty(len(pickle.dumps([])), dtype=torch.uint8), 1, channels.control, True)
+    return told
+
+
+def test_a_message_for_another_action_is_an_error():
+    """
+    Breaks where it is taken for the one that was expected.
+    Proves I6, `Channels.receive`.
+    """
+    told, _ = run(other_micro_batches, 2)
+    assert "receive gradient, stage 0, micro-batch 0: the stages diverged" in told
+    assert "those for `receive gradient, stage 0, micro-batch 1`, from rank 1" in told
 
 
 class Weakly(nn.Module):
@@ -379,5 +429,5 @@ def test_after_a_fault_a_new_pipeline_says_so():
     `timeout_of`, `Pipeline._run`.
     """
     for rank, (told, then) in enumerate(run(broken_then_new, 2)):
-        assert "a bad loss" in told and (rank or "That rank says" in told or "Fault" in told)
+        assert "a bad loss" in told and (rank or "The first error of all" in told)
         assert "tart again" in then, then

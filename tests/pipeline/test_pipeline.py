@@ -170,16 +170,15 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     `Pipeline.train_batch`, `Pipeline.eval_batch`,
     `Pipeline.full_params`, `Pipeline.named_layers`, `Pipeline.cut`, `Pipeline._run`,
     `Pipeline._build`, `Pipeline._build_tied`, `Pipeline._connect`, `Pipeline._share`,
-    `Pipeline._mean_over_ranks`, `_Batch`, `_Batch.do`, `_Batch._forward`, `_Batch._backward`,
-    `_Batch._loss_of`, `_Batch._hand_on`, `_Batch._send`, `_Batch._receive`, `Action.is_gradient`,
-    `_Batch._unshard`, `_Batch._reduce`, `_Batch._send_tied`, `_Batch._send_tied_gradient`,
-    `_Batch._receive_tied_gradient`, `_trainable`, `Channels`, `Channels.send`,
-    `Channels.receive`, `Channels.end`, `Channels._announce`, `Channels._receive_tensor`,
-    `Channels._recv`, `Channels._collect`, `_Shape`, `_has_rows`, `Stage`,
-    `Stage.unshard`, `Stage.reshard`,
-    `Stage.begin`, `StageLayer`, `StageLayer.hold`, `StageLayer.wait`, `StageLayer.release`,
-    `InTurn`, `Borrowed`, `Borrowed.take`, `Borrowed.gradients`, `untie`, `holder`,
-    `Communicator.over_stages`, `Group.gather`, `_with_tied`.
+    `Pipeline._mean_over_ranks`, `_Batch`, `_Batch.do`, `_Batch.forward`, `_Batch.backward`,
+    `_Batch._loss_of`, `_Batch._hand_on`, `_Batch.send`, `_Batch.receive`, `_Batch._send`,
+    `_Batch._receive`, `_Batch._partner`, `Action.is_gradient`, `_Batch.unshard`, `_Batch.reshard`,
+    `_Batch.reduce`, `_Batch.send_tied`, `_Batch.receive_tied`, `_Batch.send_tied_gradient`,
+    `_Batch.receive_tied_gradient`, `_trainable`, `Channels`, `Channels.send`,
+    `Channels.receive`, `Channels.end`, `Channels._recv`, `Channels._collect`, `_has_rows`, `Stage`,
+    `Stage.unshard`, `Stage.reshard`, `Stage.begin`, `StageLayer`, `StageLayer.hold`,
+    `StageLayer.release`, `InTurn`, `untie`, `holder`, `Communicator.over_stages`, `Group.gather`,
+    `actions`.
     """
     stages, shards = shape
     cases = [(gpt, shape, m, NAMES, (), torch.double, 2,
@@ -219,7 +218,7 @@ def test_from_files_and_cpu_memory_and_with_a_loss_scale(tmp_path):
     """
     Two stages of two shards. Optimizer states, or weights too, rest in CPU memory or in files:
     what users of DeepSpeed asked for. The lent shard of tied weights comes from a file too.
-    Proves I8, `Pipeline.train_batch`, `Borrowed.reduce_in`.
+    Proves I8, `Pipeline.train_batch`, `_Batch.send_tied`.
     """
     for worst in run(with_tiers, 4, str(tmp_path)):
         assert max(worst) < 1e-10
@@ -229,7 +228,7 @@ def test_replicas_of_a_pipeline_train_like_plain_pytorch():
     """
     Two stages, each on two replicas. The gradient of borrowed weights is a sum over replicas
     already, and counts once.
-    Proves I1, `_Batch._receive_tied_gradient`.
+    Proves I1, `_Batch.receive_tied_gradient`.
     """
     names = ("pipeline", "replicate", "shard")
     same([(gpt, (2, 2, 1), 4, names), (gpt, (1, 2, 2), 2, names)], 4)
@@ -370,7 +369,7 @@ def test_norms_groups_accumulation_and_full_params_are_those_of_the_whole_model(
     parameter on every rank, and brings back what the first rank wrote. Gradients of two batches add
     up. A `Ledger` hears of each action.
     Proves `Pipeline.full_params`, `Pipeline.held_tensors`, `Zero3Optimizer._make_shard_states`,
-    `clip_grad_norm_`, `Counted`, `ShardedModel.held_tensors`, `Borrowed.held_tensors`.
+    `clip_grad_norm_`, `Counted`, `ShardedModel.held_tensors`.
     """
     answers = run(used, 4)
     for norm, stepped, passes, groups, moved, back, (shape, raises) in answers:
@@ -624,7 +623,7 @@ def freezes():
 def test_freezing_between_steps_reaches_borrowed_weights():
     """
     The stage that borrows tied weights learns with them whether they train.
-    Proves `Borrowed.take`, `Borrowed.gradients`, `_Batch._send_tied`.
+    Proves `_Batch.receive_tied`, `_Batch.send_tied_gradient`, `_Batch.send_tied`.
     """
     assert max(run(freezes, 2)) < 1e-12
 
@@ -678,6 +677,6 @@ def inner_tie(options):
 def test_weights_may_be_tied_between_inner_stages(schedule):
     """
     Breaks where the gradient of borrowed weights is awaited before the other rank can send it.
-    Proves `_with_tied`, `_Batch._receive_tied_gradient`.
+    Proves `actions`, `_Batch.receive_tied_gradient`.
     """
     assert max(run(inner_tie, 2, {"schedule": schedule})) < 1e-12

@@ -10,18 +10,8 @@ import itertools
 import pytest
 
 from zero3.pipeline.schedules import GATHERS, ORDERS, Action, actions, check
-from zero3.pipeline.timeline import (
-    __doc__ as head,
-)
-from zero3.pipeline.timeline import (
-    bubble,
-    costs,
-    drawn,
-    main,
-    needed,
-    timeline,
-    times_whole,
-)
+from zero3.pipeline.timeline import __doc__ as head
+from zero3.pipeline.timeline import bubble, costs, drawn, main, needed, timeline
 
 # Schedules with the numbers of ranks, micro-batches and stages per rank that they take.
 EVERY = [(name, p, m, v) for name in ORDERS for p in (1, 2, 3, 4) for m in (1, 2, 3, 4, 6, 8)
@@ -36,12 +26,14 @@ def passes(listed):
 
 def test_the_example_of_the_head_is_what_the_function_returns():
     """
+    The drawing is in the head of `timeline.py`.
     Proves `actions`, `one_forward_one_backward`, `timeline`, `bubble`, `drawn`, `_name`.
     """
     lists = actions("1f1b", 2, 3)
     found = timeline(lists)
     assert drawn(found).splitlines() == ["rank 0  0   1       (0) 2   (1)     (2)",
                                          "rank 1      0   (0) 1   (1) 2   (2)"]
+    assert all(f"    {line}\n" in head for line in drawn(found).splitlines())
     assert bubble(found) == pytest.approx(1 / 4)
     counted = {gathers: costs(actions("1f1b", 2, 3, gathers=gathers)[0]).gathers
                for gathers in GATHERS}
@@ -57,7 +49,7 @@ def test_every_list_is_complete_and_can_be_played(gathers):
     the stage; what one rank sends, another one receives, in the same order; passes only compute
     with a stage that is whole. Breaks where two ranks would wait for each other.
     Proves I6, `actions`, `gpipe`, `one_forward_one_backward`, `_with_gathers`, `_with_transfers`,
-    `_with_reduces`, `Action`, `timeline`, `needed`.
+    `Action`, `timeline`, `needed`.
     """
     for name, p, m, v in EVERY:
         lists = actions(name, p, m, v, gathers)
@@ -170,36 +162,13 @@ def test_a_schedule_that_cannot_be_is_refused():
         timeline(backwards)
 
 
-def test_a_stage_is_drawn_from_its_gather_to_the_moment_when_it_is_freed():
-    """
-    The drawing in the head of `timeline.py`; and two stages on a rank, of which one is gathered
-    while the last pass of the other runs. Breaks if a gather is drawn where its pass begins.
-    Proves `times_whole`, `drawn`, `_placed`, `_letter`.
-    """
-    lists = actions("1f1b", 2, 3)
-    assert drawn(timeline(lists), lists).splitlines() == [
-        "rank 0  0   1       (0) 2   (1)     (2)",
-        "        [==============================]R",
-        "rank 1      0   (0) 1   (1) 2   (2)",
-        "        [==========================]R"]
-    # As in the head.
-    assert all(f"    {line}\n" in head for line in drawn(timeline(lists), lists).splitlines())
-    lists = actions("breadth-first", 1, 2, 2)
-    found = timeline(lists)
-    assert drawn(found, lists).splitlines() == [
-        "rank 0  a0   a1   b0   b1   (b0) (b1) (a0) (a1)",
-        "     a  [========]               [=============]R",
-        "     b       [=======================]R"]
-    assert times_whole(found[0], lists[0]) == {0: [(0, 2), (5, 8)], 1: [(1, 6)]}
-
-
 def test_the_command_draws_a_schedule_and_counts(capsys):
     """
-    The passes, when each stage is whole, the bubble, and what each rank gathers, sends and keeps. A
-    line of four stages and eight micro-batches fits in 100 columns.
+    The passes, the bubble, and what each rank gathers, sends and keeps. A line of four stages and
+    eight micro-batches fits in 100 columns.
     Proves `timeline.main`, `drawn`, `costs`.
     """
-    main(["--stages", "4", "--per-rank", "2", "--micro-batches", "2", "--schedule", "interleaved"])
+    main(["--ranks", "2", "--per-rank", "2", "--micro-batches", "2", "--schedule", "interleaved"])
     told = capsys.readouterr().out
     assert "rank 0  a0   a1   b0   b1        (b0)" in told
     assert "Ranks wait for 20.0% of the step" in told
@@ -208,11 +177,11 @@ def test_the_command_draws_a_schedule_and_counts(capsys):
         row = next(line for line in told.splitlines()[-6:] if line.startswith(f"rank {rank}"))
         assert [*map(int, row.split()[2:])] == [cost.gathers, cost.reduces, cost.sends, cost.whole,
                                                 cost.kept]
-    main(["--stages", "4", "--micro-batches", "8", "--schedule", "1f1b"])
+    main(["--ranks", "4", "--micro-batches", "8", "--schedule", "1f1b"])
     told = capsys.readouterr().out
     assert "in flight" in told and max(map(len, told.splitlines())) <= 100
-    for wrong in (["--per-rank", "0"], ["--stages", "3", "--per-rank", "2"],
-                  ["--stages", "0"], ["--stages", "100000"], ["--micro-batches", "100000"],
-                  ["--stages", "2", "--schedule", "interleaved", "--micro-batches", "3"]):
+    for wrong in (["--per-rank", "0"], ["--ranks", "3", "--per-rank", "2"],
+                  ["--ranks", "0"], ["--ranks", "100000"], ["--micro-batches", "100000"],
+                  ["--ranks", "2", "--schedule", "interleaved", "--micro-batches", "3"]):
         with pytest.raises(SystemExit):
             main(wrong)

@@ -219,8 +219,8 @@ def test_formula_list_and_measurement_agree(shape):
     """
     For each schedule and choice: the closed formula, the count over the list, and what a `Ledger`
     has measured on real ranks. Breaks with a list that gathers at another place.
-    Proves I3, I4, `actions`, `costs`, `_with_gathers`, `_with_reduces`,
-    `Stage.unshard`, `Stage.reshard`, `StageLayer.hold`, `StageLayer.release`, `Channels.send`.
+    Proves I3, I4, `actions`, `costs`, `_with_gathers`, `Stage.unshard`,
+    `Stage.reshard`, `StageLayer.hold`, `StageLayer.release`, `Channels.send`.
     """
     tried = [{**order, "gathers": gathers} for order, gathers in product(orders(), GATHERS)]
     for rank, steps in enumerate(run(measured_steps, prod(shape), shape, tried)):

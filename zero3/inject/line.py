@@ -25,7 +25,7 @@ activations overlaps computation.
 """
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +37,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero3.comm.collectives import all_gather_single, all_to_all_single, reduce_scatter_single
+from zero3.comm.collectives import (
+    Communicator,
+    all_gather_single,
+    all_to_all_single,
+    reduce_scatter_single,
+)
 from zero3.comm.order import Group
-from zero3.comm.parts import connect
+from zero3.comm.parts import WeightPart, connect
 from zero3.guards.options import expect, same
 from zero3.optimizer.steps import before_steps
 from zero3.sharded import ShardedModel
@@ -61,25 +66,18 @@ class Line:
         * `sequence` says that there must be streams
         """
         self.group = replace(group, same_layers=True)
+        self.size = group.size
+        self.place = group.rank
         self.sequence = sequence
-        self.comm = self.group
+        self.comm = Communicator((self.group,))
         # The sharded model, once there is one: `connect` sets it.
         self.model: ShardedModel | None = None
-        self.sent_bytes = 0
         self.compared = False
         # By a parameter, as long as it lives: the one that replaced it.
         self.twins = WeakTensorKeyDictionary()
         self.patterns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of split modules
         self.border = Border(self)
         self.borders: WeakKeyDictionary[nn.Module, Border] = WeakKeyDictionary()
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    @property
-    def place(self) -> int:
-        return self.group.rank
 
     def __deepcopy__(self, memo: dict) -> "Line":
         # A copy of a model is split over the same ranks.
@@ -112,12 +110,13 @@ class Line:
         self._count("gather", found.nbytes, (self.size - 1) * x.nbytes)
         return found
 
-    def range(self, size: int, place: int) -> tuple[int, int]:
+    def sizes(self, size: int) -> list[int]:
         """
-        ### The part of a rank: the first of `size` things that are split, and their number
+        ### How many of `size` things each rank has, if they are split as evenly as can be
         """
-        begin = size * place // self.size
-        return begin, size * (place + 1) // self.size - begin
+        parts = [WeightPart.of((size,), 0, place, self.size)
+                 for place in range(self.size)]
+        return [part.end - part.begin for part in parts]
 
     def padded(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """
@@ -137,10 +136,8 @@ class Line:
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
         """
         rows = self.all_gather(self.padded(x, dim, size))
-        counts = [self.range(size, place)[1]
-                  for place in range(self.size)]
         parts = [row.narrow(dim, 0, count)
-                 for row, count in zip(rows, counts, strict=True)]
+                 for row, count in zip(rows, self.sizes(size), strict=True)]
         return torch.cat(parts, dim)
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
@@ -163,7 +160,6 @@ class Line:
         return total
 
     def _count(self, event: str, nbytes: int, sent_bytes: int) -> None:
-        self.sent_bytes += sent_bytes
         if self.model is not None:
             sent = SimpleNamespace(sent_bytes=sent_bytes, between_bytes=0, messages=1,
                                    order_bytes=0)
@@ -193,32 +189,21 @@ class Line:
         patterns = {module: options.pattern for module, options in classes.items()}
         _check_ties(model, patterns)
         self.patterns.update(patterns)
-        streams = [module for module, pattern in patterns.items() if pattern.stream]
+        streams = {module: pattern.stream
+                   for module, pattern in patterns.items()
+                   if pattern.stream}
         expect(bool(streams) or not self.sequence, "tensor_parallel: `sequence=True`",
                "a model with a known stream", f"none in this {type(model).__name__}",
                "leave `sequence` out, or pass a pattern with a `stream`")
-        for module in streams:
-            patterns[module].stream.prepare(module, self)
+        for module, stream in streams.items():
+            stream.prepare(module, self)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         told = {f"`{name}`": (tuple(t.shape), t.dtype)
                 for name, t in tensors}
         same("tensor_parallel", self.group.ranks, self.group.gather(told),
              "build the model alike on all ranks", ValueError)
-        for _, tensor in tensors:
-            if not tensor.is_meta:
-                self._broadcast(tensor.detach())
+        self.comm.broadcast(tensor for _, tensor in tensors if not tensor.is_meta)
         before_steps[model] = _compare_gradients
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        """
-        #### Give all ranks the values that the first one has; all ranks must call it
-        """
-        if self.size > 1 and tensor.numel():
-            whole = tensor.contiguous()
-            # In bytes, because gloo does not know every data type.
-            data = whole.view(-1).view(torch.uint8)
-            self.group.together("first values", dist.broadcast, data, group_src=0)
-            tensor.copy_(whole)
 
     def twin(self, param: nn.Parameter, make: Operation) -> nn.Parameter:
         """
@@ -228,17 +213,20 @@ class Line:
             self.twins[param] = nn.Parameter(make(param.detach()), param.requires_grad)
         return self.twins[param]
 
-    def compare_once(self, tensors: list[torch.Tensor]) -> None:
+    def compare_once(self, values: Iterable[Any]) -> None:
         """
         ### Refuse ranks that were given other values, or have other random numbers
+
+        * `values` may be tensors, which are compared, and others
 
         It looks at the first forward pass alone. All ranks must call it. Raises `ValueError`.
         """
         if self.compared or self.size == 1:
             return
         self.compared = True
-        raw = [t.detach().cpu().contiguous().view(-1).view(torch.uint8)
-               for t in (*tensors, torch.get_rng_state()) if t.numel()]
+        raw = [value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+               for value in (*values, torch.get_rng_state())
+               if isinstance(value, torch.Tensor) and value.numel()]
         *inputs, numbers = [zlib.crc32(each.numpy().tobytes())
                             for each in raw]
         told = {"inputs (their checksums)": inputs, "random numbers (their checksum)": numbers}
@@ -270,12 +258,15 @@ def _compare_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, *_: o
     An all-gather of their norm, 8 bytes. If it differs, each rank has clipped by the norm of its
     own parts, or the ranks had different batches. Raises `RuntimeError` on all ranks.
     """
-    split = [module for module in model.modules() if isinstance(vars(module).get("line"), Line)]
+    split = [module for module in model.modules()
+             if isinstance(vars(module).get("line"), Line)]
     line = vars(split[0])["line"] if split else None
     if line is None or line.size == 1 or line.model is not None:
         return
-    parts = {id(module._parameters[name]) for module in split for name in vars(module)["parts"]}
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parts = {id(module._parameters[name])
+             for module in split for name in vars(module)["parts"]}
+    stepped = {id(p)
+               for group in optimizer.param_groups for p in group["params"]}
     if parts.isdisjoint(stepped):
         return
     zero = torch.zeros((), dtype=torch.double, device=next(model.parameters()).device)
@@ -341,6 +332,12 @@ class Border:
         ### A weight that all ranks have, where they compute with it between the split layers
         """
         return param
+
+    def sizes(self, x: torch.Tensor, dim: int) -> list[int]:
+        """
+        ### How much each rank has along a dimension of which `x` is this rank's part
+        """
+        return [x.shape[dim]] * self.line.size
 
 
 def identity(x: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ is not recompiled.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -214,9 +214,11 @@ def restore(model: nn.Module) -> nn.Module:
     """
     report(model, ())
     for module in model.modules():
-        for by, kind in _replacements(type(module)):
+        # The last replacement first.
+        while isinstance(module, Replacement):
+            by: Any = type(module).__bases__[0]
             by.end(module)
-            module.__class__ = kind
+            module.__class__ = type(module).__bases__[1]
     return model
 
 
@@ -225,32 +227,22 @@ def _problem(module: nn.Module, policy: Policy) -> str:
     #### Why a policy does not fit a module, or an empty string
     """
     kind = type(module)
-    for by, _ in _replacements(kind):
-        if by is policy.by:
-            return "it is replaced already"
-        if by.all_or_none:
-            return f"it is a {kind.__name__} already; inject both policies in one call"
+    if issubclass(kind, policy.by):
+        return "it is replaced already"
+    if getattr(kind, "all_or_none", False):
+        return f"it is a {kind.__name__} already; inject both policies in one call"
     base: Any = policy.base_of(kind)
     # Methods of the replaced class, which the new forward stands for.
-    methods = {name for name, value in vars(base).items() if callable(value)} - {"__init__"}
-    subclasses = [c for c in kind.__mro__
-                  if issubclass(c, base) and c is not base
-                  and not issubclass(c, Replacement)]
-    owners = [(subclass.__name__, vars(subclass)) for subclass in subclasses]
+    methods = {name for name, value in vars(base).items()
+               if callable(value)} - {"__init__"}
+    owners = [(c.__name__, vars(c)) for c in kind.__mro__
+              if issubclass(c, base) and c is not base
+              and not issubclass(c, Replacement)]
     for owner, names in (*owners, ("this one", vars(module))):
         if other := methods & {*names}:
             return f"{owner} has a `{min(other)}` of its own"
     options: Any = policy.new_class(kind)
     return options.problem(module)
-
-
-def _replacements(kind: Any) -> Iterator[tuple[Any, type]]:
-    """
-    #### The replacements around a module's own class, the last one first, each with what is inside
-    """
-    while issubclass(kind, Replacement):
-        by, kind = kind.__bases__
-        yield by, kind
 
 
 def become(module: nn.Module, by: type[Replacement], **options: Any) -> None:

@@ -84,53 +84,49 @@ class Stream:
     # Modules that use other sequences. Blocks must not have them.
     absent: tuple[str, ...] = ("crossattention", "src_attn")
 
-    def end_of(self, module: nn.Module) -> nn.Module:
+    def along(self, module: nn.Module) -> list[nn.Module]:
         """
-        ### The module that the stream ends with
+        ### The blocks, in their order, and the module that the stream ends with
         """
-        return module.get_submodule(self.last) if self.last else self.blocks_of(module)[-1]
+        blocks = [*cast(nn.ModuleList, module.get_submodule(self.blocks))]
+        last = [module.get_submodule(self.last)] if self.last else []
+        return [*blocks, *last]
 
-    def blocks_of(self, module: nn.Module) -> list[nn.Module]:
-        """
-        ### The blocks, in their order
-        """
-        return [*cast(nn.ModuleList, module.get_submodule(self.blocks))]
-
-    def inside(self, module: nn.Module, split: Mapping[nn.Module, Any]) -> Iterator[nn.Module]:
+    def inside(self, module: nn.Module,
+               split: Mapping[nn.Module, Any]) -> Iterator[nn.Module]:
         """
         ### The modules that compute with some of the positions, and the split ones
 
         * `split` has the patterns of split modules. What is inside of such a module has all
           positions, unless it comes after the last split layer
         """
-        waiting = [*self.blocks_of(module), self.end_of(module)]
+        waiting = self.along(module)
         while waiting:
             each = waiting.pop()
             yield each
-            pattern = split.get(each)
-            if pattern is None:
-                waiting += each.children()
+            if each in split:
+                waiting += [each.get_submodule(name) for name in split[each].after]
             else:
-                waiting += [each.get_submodule(name) for name in pattern.after]
+                waiting += each.children()
 
-    def problem(self, module: nn.Module, split: Mapping[nn.Module, Any]) -> str:
+    def problems(self, module: nn.Module,
+                 split: Mapping[nn.Module, Any]) -> Iterator[str]:
         """
-        ### Why the stream cannot be split, or an empty string
+        ### Why the stream cannot be split
         """
-        blocks = self.blocks_of(module)
-        if len({*blocks}) < len(blocks):
-            return f"a {own_class(blocks[0]).__name__} that it uses several times"
+        along = self.along(module)
+        if len({*along}) < len(along):
+            yield f"a {own_class(along[0]).__name__} that it uses several times"
         for each in self.inside(module, split):
             kind = own_class(each)
             for name in self.absent:
                 if getattr(each, name, None) is not None:
-                    return f"its {kind.__name__} has a `{name}`"
+                    yield f"its {kind.__name__} has a `{name}`"
             known = kind in _POSITIONWISE or full_name(kind) in self.classes
             if each not in split and not known:
-                return f"its {kind.__name__} may need all positions"
+                yield f"its {kind.__name__} may need all positions"
             if "forward" in vars(each):
-                return f"its {kind.__name__} has a `forward` of its own"
-        return ""
+                yield f"its {kind.__name__} has a `forward` of its own"
 
     def prepare(self, module: nn.Module, line: Line) -> None:
         """
@@ -138,7 +134,7 @@ class Stream:
 
         Raises `ValueError` if the stream cannot be split.
         """
-        problem = self.problem(module, line.patterns)
+        problem = next(self.problems(module, line.patterns), "")
         expect(not problem, "tensor_parallel: `sequence=True`", "modules that treat each position "
                f"by itself in `{type(module).__name__}`", problem, "leave `sequence` out")
         border = SequenceBorder(line, self.dim)
@@ -148,18 +144,17 @@ class Stream:
         """
         ### Give the modules of the stream their new classes
         """
-        first = self.blocks_of(module)[0]
-        last = self.end_of(module)
-        border = line.border_of(first)
+        along = self.along(module)
+        border = line.border_of(along[0])
         for each in dict.fromkeys(self.inside(module, line.patterns)):
             names = tuple(name for name, p in each._parameters.items()
                           if p is not None)
             if isinstance(each, nn.Dropout):
-                become(each, StreamDropout, border=border)
+                become(each, PartialDropout, border=border, dim=self.dim)
             elif names and each not in line.patterns:
                 become(each, SummedWeights, border=border, names=names)
-        become(first, StreamBegin, border=border)
-        become(last, StreamEnd, border=border)
+        become(along[0], StreamBegin, border=border)
+        become(along[-1], StreamEnd, border=border)
 
 
 @dataclass(eq=False)
@@ -212,17 +207,18 @@ class SequenceBorder(Border):
         """
         return self.line.border.enter(param) if param.requires_grad else param
 
-    def range(self) -> tuple[int, int]:
+    def sizes(self, x: torch.Tensor, dim: int) -> list[int]:
         """
-        ### The first position of this rank, and the number of its positions
+        ### How many positions each rank has
         """
-        return self.line.range(self.length, self.line.place)
+        return self.line.sizes(self.length)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """
         ### This rank's positions, a copy
         """
-        return whole.narrow(self.dim, *self.range()).clone(memory_format=torch.contiguous_format)
+        parts = whole.split(self.line.sizes(self.length), self.dim)
+        return parts[self.line.place].clone(memory_format=torch.contiguous_format)
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         r"""
@@ -231,7 +227,7 @@ class SequenceBorder(Border):
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it. Raises
         `RuntimeError` if `x` is of a sequence of another length.
         """
-        _, count = self.range()
+        count = self.line.sizes(self.length)[self.line.place]
         expect(x.shape[self.dim] == count, "sequence parallelism", f"{count} of {self.length} "
                "positions on this rank", f"{x.shape[self.dim]} positions", "run no pass of another "
                "length between forward and backward", RuntimeError)
@@ -243,15 +239,11 @@ class SequenceBorder(Border):
 
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
         """
-        ranges = [self.line.range(self.length, place)
-                  for place in range(self.line.size)]
-        parts = [x.narrow(self.dim, begin, count)
-                 for begin, count in ranges]
+        sizes = self.line.sizes(self.length)
         rows = [self.line.padded(part, self.dim, self.length)
-                for part in parts]
+                for part in x.split(sizes, self.dim)]
         total = self.line.reduce_scatter(torch.stack(rows))
-        _, count = self.range()
-        return total.narrow(self.dim, 0, count).contiguous()
+        return total.narrow(self.dim, 0, sizes[self.line.place]).contiguous()
 
 
 # --------------------------------------------------------------------------- modules of a stream
@@ -274,7 +266,9 @@ class StreamBegin(InStream):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         whole, *_ = self.border.states(args, kwargs)
         args, kwargs = exchanged(
-            args, kwargs, {id(whole): self.border.begin(whole)})
+            args,
+            kwargs,
+            {id(whole): self.border.begin(whole)})
         return super().forward(*args, **kwargs)
 
 
@@ -299,8 +293,9 @@ class SummedWeights(InStream):
         attributes = vars(self)
         before = {name: attributes[name] for name in self.names if name in attributes}
         try:
-            attributes.update({name: self.border.weight(getattr(self, name))
-                               for name in self.names})
+            attributes.update({
+                name: self.border.weight(getattr(self, name))
+                for name in self.names})
             return super().forward(*args, **kwargs)
         finally:
             for name in self.names:
@@ -311,39 +306,30 @@ class SummedWeights(InStream):
 class PartialDropout(Replacement):
     """
     ## Dropout of a part of a tensor, with the mask of the plain model
+
+    The part has some of the heads, the features or the positions.
     """
 
     p: float
+    border: Border
+    dim: int
 
-    def drop(self, x: torch.Tensor, dim: int, size: int, begin: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """
         ### Zeros where the plain model has them
-
-        * `x` is the part that begins at `begin`, of a tensor with `size` elements along `dim`
         """
         if not self.training or not self.p:
             return x
+        sizes = self.border.sizes(x, self.dim)
         shape = [*x.shape]
-        shape[dim] = size
+        shape[self.dim] = sum(sizes)
         # A mask is drawn in the order of memory, so the whole mask has the order that `x` has.
         order = sorted(range(x.dim()), key=x.stride, reverse=True)
         ones = x.detach().new_ones([shape[each] for each in order])
-        mask = F.dropout(ones, self.p)
-        mask = mask.permute([order.index(each) for each in range(x.dim())])
-        return x * mask.narrow(dim, begin, x.shape[dim])
-
-
-class StreamDropout(PartialDropout):
-    """
-    ## Dropout of some of the positions
-    """
-
-    all_or_none = True
-    border: SequenceBorder
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        begin, _ = self.border.range()
-        return self.drop(x, self.border.dim, self.border.length, begin)
+        mask = F.dropout(ones, self.p).permute(
+            [order.index(each) for each in range(x.dim())])
+        mine = mask.split(sizes, self.dim)[self.border.line.place]
+        return x * mine
 
 
 def exchanged(args: tuple, kwargs: Mapping[str, Any], found: Mapping[int, Any]

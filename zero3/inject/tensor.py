@@ -110,9 +110,8 @@ class Pattern:
                 (self.embeddings, VocabularyEmbedding, 0),
                 (self.heads, VocabularyHead, 0),
                 (self.shared, SharedConvolution, None)):
-            for child in (_attribute(module, name) for name in names):
-                if child is None:
-                    continue
+            children = [_attribute(module, name) for name in names]
+            for child in filter(None, children):
                 dims = {}
                 blocks = 1
                 if dim is not None:
@@ -146,8 +145,7 @@ class Split(Replacement):
             if _attribute(module, name):
                 return f"its `{name}` would draw another mask on each rank"
         for child, by, dims in cls.pattern.parts(module):
-            problem = by.unfit(child, dims, cls.line.size)
-            if problem:
+            if problem := by.unfit(child, dims, cls.line.size):
                 return f"its {type(child).__name__} {problem}"
         return ""
 
@@ -156,18 +154,17 @@ class Split(Replacement):
             self.pattern.stream.begin(self, self.line)
         self.border = self.line.border_of(self)
         parts = [*self.pattern.parts(self)]
-        values = {name: _attribute(self, name) for name in self.pattern.divided}
-        self.whole_values = {name: value for name, value in values.items()
-                             if value is not None}
+        self.whole_values = {name: value for name in self.pattern.divided
+                             if (value := _attribute(self, name)) is not None}
         for name, value in self.whole_values.items():
             _set_attribute(self, name, value // self.line.size)
         for child, by, dims in parts:
             expect(not isinstance(child, Replacement), "tensor_parallel", "plain layers",
                    f"a {type(child).__name__}", "leave the other policy out", RuntimeError)
-            become(child, by)
-            child.split(self.line, dims, self.border)
+            become(child, by, border=self.border)
+            child.split(self.line, dims)
         for name, dim in self.pattern.dropouts:
-            become(self.get_submodule(name), SplitDropout, line=self.line, dim=dim)
+            become(self.get_submodule(name), PartialDropout, border=self.line.border, dim=dim)
 
     def end(self) -> None:
         for name, value in self.whole_values.items():
@@ -178,15 +175,12 @@ class Split(Replacement):
         """
         ### $f$ for its inputs, then the module's own forward
         """
-        tensors = [t for t in (*args, *kwargs.values())
-                   if isinstance(t, torch.Tensor)]
-        self.line.compare_once(tensors)
-        if not self.pattern.columns:
-            return super().forward(*args, **kwargs)
-        # One tensor may be query, key and value.
-        states = {id(t): t for t in self.border.states(args, kwargs)}
-        entered = {name: self.border.enter(t) for name, t in states.items()}
-        args, kwargs = exchanged(args, kwargs, entered)
+        self.line.compare_once((*args, *kwargs.values()))
+        if self.pattern.columns:
+            # One tensor may be query, key and value.
+            states = dict.fromkeys(self.border.states(args, kwargs))
+            entered = {id(t): self.border.enter(t) for t in states}
+            args, kwargs = exchanged(args, kwargs, entered)
         return super().forward(*args, **kwargs)
 
 
@@ -220,12 +214,11 @@ class Weights(Replacement):
                 return f"has {size} features, for {ranks} ranks"
         return ""
 
-    def split(self, line: Line, dims: Dims, border: Border) -> None:
+    def split(self, line: Line, dims: Dims) -> None:
         """
         ### Keep this rank's part of each of these parameters
         """
         self.line = line
-        self.border = border
         self.parts = {}
         for name, (dim, blocks) in dims.items():
             whole = self.get_parameter(name)
@@ -241,7 +234,7 @@ class Weights(Replacement):
         for name, part in self.parts.items():
             own = self.get_parameter(name)
             self._parameters[name] = self.line.twin(own, partial(self._whole, part))
-        del self.line, self.border, self.parts
+        del self.line, self.parts
 
     def _whole(self, part: WeightPart, own: torch.Tensor) -> torch.Tensor:
         """
@@ -332,19 +325,6 @@ class SharedConvolution(Weights):
         weight, bias = (None if p is None else self.line.border.enter(p)
                         for p in (self.weight, self.bias))
         return self._conv_forward(x, weight, bias)
-
-
-class SplitDropout(PartialDropout):
-    """
-    ## Dropout of some of the heads or features
-    """
-
-    line: Line
-    dim: int
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        count = x.shape[self.dim]
-        return self.drop(x, self.dim, count * self.line.size, count * self.line.place)
 
 
 def _taken(part: WeightPart, dim: int, whole: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,15 @@ $$\text{sent by a rank} = \text{micro-batches} \cdot (\text{bytes of activations
 \text{bytes of gradients})$$
 
 The announcement says what the receiver should be about to do. If it is about to do something else,
-it raises an error, because both would wait forever. It also hands on a fault of the sender, so an
-error in one stage ends all of them, with its text.
+it raises an error, because both would wait forever. Or it says that the sender has failed. So an
+error in one stage ends all of them. The text of the first error is in the store of the process
+group, where every rank finds it.
 
 **Why several process groups.** NCCL runs the transfers between two ranks in the order in which they
 were queued. If rank 0 queued an activation and rank 1 a gradient, each would wait for the other to
-receive. So with NCCL each way has a group of its own. The announcements have one of gloo, because
-the host reads them without waiting for a device.
+receive. So with NCCL there are four groups: for activations and for gradients, to later ranks and
+to earlier ones. In each of them one of two ranks only sends, and the other one only receives. The
+announcements have a group of gloo, because the host reads them without waiting for a device.
 
 **On demand.** gloo sends a message once the receiver has asked for it, at `receive`. So on the CPU
 a transfer overlaps nothing on the receiving rank. The sending rank goes on at once.
@@ -42,7 +44,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -56,29 +57,12 @@ from zero3.pipeline.schedules import KINDS, Action
 
 # Tensors, in tuples, lists and dicts of any depth.
 Tree = Any
+# What they may have besides.
+LEAVES = (torch.Tensor, int, float, str, type(None))
 # Numbers of 8 bytes in an announcement: kind, stage, micro-batch, length of a description.
 _ROW = 4
-# In the place of the kind: the sender has failed, and its error follows.
+# In the place of the kind: the sender has failed.
 _FAULT = -1
-# Tags: announcements 0 and 1, descriptions 2 and 3, tensors 4 and 5, the cause of a fault 6. Odd
-# ones are for gradients. gloo matches messages by their tags, and those of one tag by their order.
-_TOLD_TAG = 2
-_TENSOR_TAG = 4
-_CAUSE_TAG = 6
-# A fault may be left from an earlier pipeline on the same mesh. Then there is no cause to wait for.
-_CAUSE_WAIT = timedelta(seconds=5)
-
-
-class Fault(RuntimeError):
-    """
-    ## An error of another rank
-
-    `cause` is its text, for the ranks after this one.
-    """
-
-    def __init__(self, text: str, cause: str):
-        super().__init__(text)
-        self.cause = cause
 
 
 @dataclass
@@ -100,14 +84,12 @@ class Channels:
 
     def __init__(self, line: Group,
                  ranks: tuple[int, ...],
-                 tied: tuple[int, int],
                  device: torch.device):
         """
         ### Make the process groups
 
         * `line` has the ranks of this pipeline, in order
         * `ranks` are those of all pipelines side by side, first those that have the first stage
-        * `tied` has the places of the two ranks that share tied weights, or one place twice
         * `device` is where tensors arrive
 
         All of these ranks call it.
@@ -116,42 +98,37 @@ class Channels:
         self.ranks = ranks
         self.device = device
         self.control = self._group(ranks, "gloo")
-        self.data = self._data_groups(tied)
-        # The last descriptions sent and received, by kind and stage of the receiving action.
-        self._told: dict[tuple[str, int], bytes] = {}
-        self._known: dict[tuple[str, int], Any] = {}
+        self.data = self._data_groups()
+        # The last descriptions, sent and received, by kind and stage of the receiving action.
+        self._descriptions: dict[tuple[str, int], bytes] = {}
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
 
     def _group(self, ranks: tuple[int, ...], backend: str | None) -> Group:
         """
         #### A process group of these ranks alone, which all of them make
         """
-        here = self.line.global_rank
-        if len(ranks) == 1:
-            return Group(ranks, 0)
         timeout = timeout_of(dist.group.WORLD, self.device)
         made = dist.new_group(ranks, timeout=timeout, backend=backend,
                               use_local_synchronization=True)
-        return Group(ranks, ranks.index(here), weakref.ref(made))
+        return Group(ranks, ranks.index(self.line.global_rank), weakref.ref(made))
 
-    def _data_groups(self, tied: tuple[int, int]) -> dict[tuple[bool, int, int], Group]:
+    def _data_groups(self) -> dict[tuple[bool, bool], Group]:
         """
-        #### The process group of each way: whether of gradients, sender, receiver
+        #### The process group of each way: whether of gradients, and whether to a later rank
 
-        gloo tells messages apart by their tags, so all ways share one group.
+        gloo tells activations and gradients apart by their tags, so all ways share one group. All
+        ranks make as many groups in the same order: torch numbers them, and ranks with other
+        numbers would wait for each other.
         """
-        line = self.line
-        ways = {(gradients, here, (here + (-1 if gradients else 1)) % line.size)
-                for gradients in (False, True) for here in range(line.size)}
-        first, last = tied
-        if first != last:
-            ways |= {(False, first, last), (True, last, first)}
+        ways = [(gradients, goes_on) for gradients in (False, True) for goes_on in (False, True)]
         if self.device.type == "cpu":
-            return dict.fromkeys(ways, self._group(line.ranks, None))
-        return {way: self._group(tuple(sorted(line.ranks[place] for place in way[1:])), None)
-                for way in sorted(ways) if line.rank in way[1:]}
+            return dict.fromkeys(ways, self._group(self.line.ranks, None))
+        return {way: self._group(self.line.ranks, None) for way in ways}
 
-    def compare(self, problem: str, batch: str, expected: str, cure: str) -> None:
+    def compare(self, problem: str,
+                batch: str,
+                expected: str,
+                cure: str) -> None:
         """
         ### Refuse batches that cannot be cut, or that differ between the stages of a pipeline
 
@@ -161,18 +138,22 @@ class Channels:
         side by side may have different shapes. Raises `ValueError` on all ranks.
         """
         # A process group has its ranks in ascending order.
-        every = zip(sorted(self.ranks), self.control.gather((problem, batch)), strict=True)
-        told = dict(every)
+        told = dict(zip(sorted(self.ranks),
+                        self.control.gather((problem, batch)),
+                        strict=True))
         where = f"rank {self.line.global_rank}: the batch"
         for rank in self.ranks:
-            theirs, _ = told[rank]
-            expect(not theirs, where, expected, f"{theirs}, on rank {rank}", cure)
+            expect(not told[rank][0], where, expected, f"{told[rank][0]}, on rank {rank}", cure)
         beside = len(self.ranks) // self.line.size
         for first in range(beside):
             line = self.ranks[first::beside]
-            same(where, line, [{"batch": told[rank][1]} for rank in line], cure, ValueError)
+            same(where, line,
+                 [{"batch": told[rank][1]} for rank in line],
+                 cure, ValueError)
 
-    def send(self, action: Action, to: int, value: Tree) -> Sent:
+    def send(self, action: Action,
+             to: int,
+             value: Tree) -> Sent:
         """
         ### Start to send tensors
 
@@ -181,21 +162,26 @@ class Channels:
         Raises `TypeError` if the value has anything else that cannot be described.
         """
         # First, so that nobody waits for what cannot be sent.
-        told = pickle.dumps(pytree.tree_map(self._described, value))
+        description = pickle.dumps(pytree.tree_map(self._described, value))
         tensors = [_to_send(leaf) for leaf in pytree.tree_leaves(value)
                    if isinstance(leaf, torch.Tensor)]
-        is_new = self._told.get((action.kind, action.stage)) != told
-        self._told[action.kind, action.stage] = told
+        is_known = self._descriptions.get(action[:2]) == description
+        self._descriptions[action[:2]] = description
+        told = torch.tensor([] if is_known else [*description],
+                            dtype=torch.uint8, device="cpu")
+        row = torch.tensor([KINDS.index(action.kind), *action[1:], len(told)],
+                           device="cpu")
         self._collect()
-        gradients = action.is_gradient
-        numbers = [KINDS.index(action.kind), action.stage, action.micro_batch]
-        order_bytes = self._announce(numbers, told if is_new else b"", to, gradients)
-        for tensor in tensors:
-            self._isend(tensor, to, self.data[gradients, self.line.rank, to],
-                        _TENSOR_TAG + gradients)
+        data = self.data[action.is_gradient, self.line.rank < to]
+        for group, parts in ((self.control, (row, told)), (data, tensors)):
+            for tensor in parts:
+                self._isend(tensor, to, group, action.is_gradient)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         far = node_of(self.line.ranks[to]) != node_of(self.line.global_rank)
-        return Sent(nbytes, nbytes * far, len(tensors), order_bytes)
+        return Sent(nbytes,
+                    nbytes * far,
+                    len(tensors),
+                    row.nbytes + told.nbytes)
 
     def receive(self, action: Action, source: int) -> Tree:
         """
@@ -203,82 +189,58 @@ class Channels:
 
         * `source` is its place in the pipeline
 
-        Returns the value, with tensors on the device. Raises `Fault` if the sender has failed, and
-        `RuntimeError` if it does something else.
+        Returns the value, with tensors on the device. Raises `RuntimeError` if the sender has
+        failed, or does something else.
         """
         gradients = action.is_gradient
         row = torch.empty(_ROW, dtype=torch.int64, device="cpu")
         self._recv(row, source, self.control, gradients)
         kind, stage, micro_batch, length = row.tolist()
-        text = torch.empty(length, dtype=torch.uint8, device="cpu")
-        self._recv(text, source, self.control, _TOLD_TAG + gradients)
-        told = text.numpy().tobytes()
         where = f"rank {self.line.global_rank}: {action.kind}, {action.where}"
-        if kind == _FAULT:
-            cause = told.decode()
-            raise Fault(f"{where}: another rank has failed. Expected: its tensors. Got: {cause} "
-                        "What to do: mend that, and start again.", cause)
+        expect(kind != _FAULT, f"{where}: another rank has failed", "its tensors", "none",
+               "mend that, and start again", RuntimeError)
         theirs = Action(KINDS[kind], stage, micro_batch)
-        if theirs != action:
-            raise RuntimeError(
-                f"{where}: the stages diverged. Expected: its tensors. Got: those for "
-                f"`{theirs.kind}, {theirs.where}`, from rank {self.line.ranks[source]}. What to "
-                "do: call `train_batch` and `eval_batch` in the same order on all ranks. Start "
-                "again.")
-        if told:
-            self._known[action.kind, action.stage] = pickle.loads(told)
-        return pytree.tree_map_only(
-            _Shape, lambda shape: self._receive_tensor(shape, source, gradients),
-            self._known[action.kind, action.stage])
+        expect(theirs == action, f"{where}: the stages diverged", "its tensors",
+               f"those for `{theirs.kind}, {theirs.where}`, from rank {self.line.ranks[source]}",
+               "call `train_batch` and `eval_batch` in the same order on all ranks. Start again",
+               RuntimeError)
+        if length:
+            told = torch.empty(length, dtype=torch.uint8, device="cpu")
+            self._recv(told, source, self.control, gradients)
+            self._descriptions[action[:2]] = told.numpy().tobytes()
 
-    def _receive_tensor(self, shape: "_Shape", source: int, gradients: bool) -> torch.Tensor:
-        """
-        #### The next tensor from a rank, which has this shape
-        """
-        found = torch.empty(shape.shape, dtype=shape.dtype, device=self.device)
-        group = self.data[gradients, source, self.line.rank]
-        self._recv(found, source, group, _TENSOR_TAG + gradients)
-        return found.requires_grad_(shape.requires_grad)
+        def arrived(like: torch.Tensor) -> torch.Tensor:
+            found = torch.empty_like(like, device=self.device)
+            self._recv(found, source,
+                       self.data[gradients, source < self.line.rank],
+                       gradients)
+            return found.requires_grad_(like.requires_grad)
 
-    def fail(self, text: str) -> None:
-        """
-        ### Tell all ranks that this one has failed
+        description = pickle.loads(self._descriptions[action[:2]])
+        return pytree.tree_map_only(torch.Tensor, arrived, description)
 
-        * `text` is the error, which they hand on
-
-        The neighbours receive the text instead of tensors. Other ranks notice the fault in a
-        collective, and then read the text with `cause_of`.
+    def fail(self, text: str) -> str:
         """
-        told = text.encode()
-        here = self.line.rank
-        for to in {(here + 1) % self.line.size, (here - 1) % self.line.size} - {here}:
+        ### Tell the other stages that this rank has failed, and return the first error of all ranks
+
+        * `text` is the error of this rank
+
+        The other stages receive the news in the place of tensors. Ranks that wait in a collective
+        are told elsewhere. All of them find the first error in the store of the process group.
+        """
+        first = text
+        with suppress(RuntimeError, ValueError):
+            group: Any = self.control.process_group
+            first = group.get_group_store().compare_set("first error", "", text).decode()
+        row = torch.tensor([_FAULT, 0, 0, 0], device="cpu")
+        for to in {*range(self.line.size)} - {self.line.rank}:
             for gradients in (False, True):
-                self._announce([_FAULT, 0, 0], told, to, gradients)
-        cause = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-        for rank in {*self.ranks} - {self.line.global_rank}:
-            for part in (torch.tensor([len(told)], device="cpu"), cause):
-                work = dist.isend(part, rank, self.control.process_group, tag=_CAUSE_TAG)
-                self._leaving.append((work, part))
+                with suppress(RuntimeError):
+                    self._isend(row, to, self.control, gradients)
         # Others wait for these messages, even if the pipeline is gone.
         in_flight.begin(self)
         in_flight.lose(self)
-
-    def cause_of(self, rank: int) -> str:
-        """
-        ### The error of a rank that has announced a fault, or an empty text if it does not say
-        """
-        length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        with suppress(RuntimeError):
-            self._cause(length, rank)
-            text = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-            self._cause(text, rank)
-            return text.numpy().tobytes().decode()
-        return ""
-
-    def _cause(self, buffer: torch.Tensor, rank: int) -> None:
-        work: Any = dist.irecv(buffer, rank, self.control.process_group, tag=_CAUSE_TAG)
-        self._leaving.append((work, buffer))
-        work.wait(_CAUSE_WAIT)
+        return first
 
     def end(self) -> None:
         """
@@ -287,44 +249,34 @@ class Channels:
         while self._leaving:
             self._land(self._leaving.popleft()[0])
 
-    def _announce(self, numbers: list[int],
-                  told: bytes,
-                  to: int,
-                  gradients: bool) -> int:
-        """
-        #### Start to send an announcement, and its description if there is one
-        """
-        row = torch.tensor([*numbers, len(told)], device="cpu")
-        self._isend(row, to, self.control, gradients)
-        if told:
-            text = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-            self._isend(text, to, self.control, _TOLD_TAG + gradients)
-        return row.nbytes + len(told)
-
     def _isend(self, tensor: torch.Tensor,
                to: int,
                group: Group,
-               tag: int) -> None:
+               gradients: bool) -> None:
         """
         #### Start to send a tensor, and keep it until it has been received
+
+        gloo matches messages by their tags, and those of one tag by their order.
         """
         if tensor.numel():
             peer = self.line.ranks[to]
             with self._explained():
-                work = dist.isend(tensor, peer, group.process_group, tag=tag)
+                work = dist.isend(tensor, peer, group.process_group,
+                                  tag=int(gradients))
             self._leaving.append((work, tensor))
 
     def _recv(self, buffer: torch.Tensor,
               source: int,
               group: Group,
-              tag: int) -> None:
+              gradients: bool) -> None:
         """
         #### Ask for a message, and wait until it has filled a buffer
         """
         if buffer.numel():
             peer = self.line.ranks[source]
             with self._explained():
-                work = dist.irecv(buffer, peer, group.process_group, tag=tag)
+                work = dist.irecv(buffer, peer, group.process_group,
+                                  tag=int(gradients))
             self._land(work)
 
     def _land(self, work: Any) -> None:
@@ -336,16 +288,16 @@ class Channels:
 
     def _described(self, leaf: object) -> object:
         """
-        #### The description of a tensor, or of a value that is small enough to be one itself
+        #### The description of a tensor is one like it without memory; other values are their own
         """
+        got = f"a {type(leaf).__name__}, which the next rank could not make"
         if isinstance(leaf, torch.Tensor):
             if leaf.layout == torch.strided and leaf.device == self.device:
-                return _Shape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+                return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta",
+                                   requires_grad=leaf.requires_grad)
             got = f"{leaf.layout} on {leaf.device}"
-        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+        elif isinstance(leaf, LEAVES):
             return leaf
-        else:
-            got = f"a {type(leaf).__name__}, which the next rank could not make"
         raise TypeError(
             f"rank {self.line.global_rank}: a stage returns what cannot be sent. Expected: dense "
             f"tensors on {self.device}, numbers and texts, in tuples, lists and dicts. Got: {got}. "
@@ -370,17 +322,6 @@ class Channels:
             raise RuntimeError(
                 f"rank {self.line.global_rank}: another stage is lost. Expected: a rank that "
                 f"answers. Got: {error}. What to do: {self.control.advice(error)}") from error
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """
-    ## All that a receiver has to know about a tensor
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
 
 
 def _to_send(tensor: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ import copy
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -65,10 +65,9 @@ from zero3.guards.options import expect, same
 from zero3.offload.activations import Activations
 from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
-from zero3.pipeline.channels import Channels, Fault, Sent, Tree
+from zero3.pipeline.channels import LEAVES, Channels, Sent, Tree
 from zero3.pipeline.schedules import PASSES, Action, actions
 from zero3.pipeline.stages import (
-    Borrowed,
     Plan,
     Stage,
     StageLayer,
@@ -80,7 +79,6 @@ from zero3.pipeline.stages import (
 from zero3.sharded import Sharded, ShardedModel
 
 _MESHES = (("pipeline", "shard"), ("pipeline", "replicate", "shard"))
-_LEAVES = (torch.Tensor, int, float, str, type(None))
 
 
 class Pipeline(ShardedModel):
@@ -154,38 +152,39 @@ class Pipeline(ShardedModel):
         self._build(plan, make, Offload.of(offload))
         self._connect(line.group, mesh)
         self._free_others(plan)
-        partners = (plan.ends[0] % self.ranks, plan.ends[1] % self.ranks)
-        self.channels = Channels(line.group, self.comm.ranks, partners, self.device)
+        self.channels = Channels(line.group, self.comm.ranks, self.device)
 
-    def _build(self, plan: Plan, make: Callable[..., StageLayer], offload: Offload | None) -> None:
+    def _build(self, plan: Plan,
+               make: Callable[..., StageLayer],
+               offload: Offload | None) -> None:
         """
         #### Shard the layers of this rank's stages, and its tied weights
         """
         own = plan.own(self.place)
-        uses = untie(own, plan.tied)
+        untie(own.values(), plan.tied)
         built = {i: make(layer, offload=offload) for i, layer in own.items()}
-        self.module_list = nn.ModuleDict({str(i): layer for i, layer in built.items()})
+        self.module_list = nn.ModuleDict(
+            {str(i): layer for i, layer in built.items()})
         self.sharded_layers = tuple(built.values())
         # The layer of tied weights. `borrowed` is set if another rank keeps them.
         self.tied: tuple[StageLayer, ...] = ()
-        self.borrowed: tuple[Borrowed, ...] = ()
-        if uses:
+        self.borrowed: tuple[StageLayer, ...] = ()
+        if plan.tied and self.place in plan.partners:
             self._build_tied(plan, make, offload)
-        for module, name, param in uses:
-            # A plain attribute, because the tied layer owns the weight.
-            vars(module)[name] = param
         # A dict is not registered: its layers are in `module_list` already.
         self.stages: dict[int, Stage] = {}
         for s in sorted({plan.places[i] for i in built}):
-            layers = {i: layer for i, layer in built.items() if plan.places[i] == s}
-            self.stages[s] = Stage(s, layers, self.tied if s in self.ends else ())
+            layers = {i: layer for i, layer in built.items()
+                      if plan.places[i] == s}
+            self.stages[s] = Stage(layers, self.tied if s in self.ends else ())
 
-    def _build_tied(self, plan: Plan, make: Callable[..., StageLayer],
+    def _build_tied(self, plan: Plan,
+                    make: Callable[..., StageLayer],
                     offload: Offload | None) -> None:
         """
         #### Shard the tied weights, kept or borrowed
         """
-        keeps = self.place == self.ends[0] % self.ranks
+        keeps = self.place == plan.partners[0]
         tied = make(holder(plan.tied), offload=offload if keeps else None)
         tied.layer_idx = len(plan.layers)
         tied.label = "the tied weights"
@@ -194,6 +193,9 @@ class Pipeline(ShardedModel):
             # For its parameters' names in the plain model.
             self.module = tied
             self.sharded_layers += self.tied
+        else:
+            # A layer like that of the first stage, which no optimizer and no checkpoint knows.
+            self.borrowed = self.tied
 
     def _connect(self, line: Group, mesh: DeviceMesh) -> None:
         """
@@ -204,8 +206,6 @@ class Pipeline(ShardedModel):
         for layer in (*self.sharded_layers, *self.tied):
             layer.comm = first.comm
             layer.reducer = first.reducer
-        if self.tied and self.tied[0] not in self.sharded_layers:
-            self.borrowed = (Borrowed(self.tied[0]),)
         first.comm.stages = line
         # That of the ranks that have the same stages.
         self.stage_comm = first.comm
@@ -220,12 +220,10 @@ class Pipeline(ShardedModel):
 
         So it is an error if a layer of this rank uses one without registering it.
         """
-        own = plan.own(self.place).values()
         cure = ("register the parameter in each layer that uses it, `head.weight = "
                 "embedding.weight`; then it is tied")
         for i, layer in enumerate(plan.layers):
-            if layer in own:
-                continue
+            # The layers of this rank have none any more, because they are sharded.
             for name, p in layer.named_parameters():
                 if p not in plan.tied:
                     p.data = torch.empty(0, dtype=p.dtype, device=p.device)
@@ -251,9 +249,8 @@ class Pipeline(ShardedModel):
         with super().full_params(writeback) as own:
             found: dict[str, nn.Parameter] = {}
             for first, (owner, shape, dtype) in self.shapes.items():
-                param: Any = own.get(first)
-                if param is None:
-                    param = torch.empty(shape, dtype=dtype, device=self.device)
+                param: Any = own[first] if first in own else torch.empty(
+                    shape, dtype=dtype, device=self.device)
                 self._share(param, owner)
                 found |= dict.fromkeys(self.names[first], param)
             try:
@@ -270,13 +267,12 @@ class Pipeline(ShardedModel):
         """
         #### Give all stages the values that the first rank has written
         """
-        problem = ""
-        for name, (_, *expected) in self.shapes.items():
-            if [found[name].shape, found[name].dtype] != expected:
-                problem = f"`{name}` of {tuple(found[name].shape)}, {found[name].dtype}"
+        wrong = [f"`{name}` of {tuple(found[name].shape)}, {found[name].dtype}"
+                 for name, (_, *expected) in self.shapes.items()
+                 if [found[name].shape, found[name].dtype] != expected]
         self.comm.agree(self, "is not written back", "a block that ends without an error, and "
-                        "parameters of the same shape and type", problem, "look for the error on "
-                        "that rank; nothing has changed")
+                        "parameters of the same shape and type", ", ".join(wrong), "look for the "
+                        "error on that rank; nothing has changed")
         for name in self.shapes:
             self._share(found[name], 0)
 
@@ -297,8 +293,11 @@ class Pipeline(ShardedModel):
         """
         ### The borrowed weights, which no module has
         """
-        for borrowed in self.borrowed:
-            yield from borrowed.held_tensors()
+        for layer in self.borrowed:
+            yield from layer.held_tensors()
+            for flat in layer.flats:
+                yield flat.shard
+                yield flat.shard.grad
 
     def forward(self, *args: Tree, **kwargs: Tree) -> None:
         """
@@ -343,9 +342,12 @@ class Pipeline(ShardedModel):
         #### Carry out the actions of a batch, and return its mean loss
         """
         optimizer = batch.optimizer
-        for borrowed in self.borrowed:
-            borrowed.layer.listener = self.listener
-            borrowed.reduce_in(optimizer.reduce_dtype if optimizer else None)
+        # Who looks for layers among the modules does not find this one.
+        for layer in self.borrowed:
+            layer.listener = self.listener
+            layer.reducer = self._first.reducer
+            for flat in layer.flats:
+                flat.shard.grad_dtype = getattr(optimizer, "reduce_dtype", None) or flat.shard.dtype
         buffers = self._sums_of_shared()
         with self._together():
             while batch.waiting:
@@ -357,6 +359,8 @@ class Pipeline(ShardedModel):
             if optimizer is not None:
                 # The last stage has scaled the loss, and so all gradients.
                 optimizer.has_scaled = True
+                for layer in self.tied:
+                    layer.reduce()
                 for bucket in optimizer.buckets:
                     bucket.end()
             # This reports a fault of another rank. `end` would wait without noticing it.
@@ -397,7 +401,7 @@ class Pipeline(ShardedModel):
         """
         leaves, spec = pytree.tree_flatten((x, y))
         rows = {len(leaf) for leaf in leaves if _has_rows(leaf)}
-        odd = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, _LEAVES)}
+        odd = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, LEAVES)}
         problem = ""
         if len(rows) > 1 or any(not n or n % self.micro_batches for n in rows):
             problem = f"tensors of {sorted(rows)} rows"
@@ -444,26 +448,22 @@ class Pipeline(ShardedModel):
             yield
         except BaseException as error:
             comm = self.stage_comm
-            cause = f"{type(error).__name__}: {error} On rank {self.comm.global_rank}."
-            if comm.failed is not None:
-                # It has failed in a transfer, and says which rank; that rank knows why.
-                cause = self.channels.cause_of(comm.failed) or cause
-            if isinstance(error, Fault):
-                cause = error.cause
-            with suppress(RuntimeError):
-                self.channels.fail(cause)
+            mine = f"{type(error).__name__}: {error} On rank {self.comm.global_rank}."
+            first = self.channels.fail(mine)
             # If a transfer of the stage has failed, the ranks of that stage know already.
             groups = () if comm.broken else comm.groups
             comm.give_up(f"{error}" or repr(error))
             comm.announce_fault((*groups, comm.stages), self)
-            if comm.failed is not None and not isinstance(error, Fault):
-                raise Fault(f"{error} That rank says: {cause}", cause) from error
+            if first != mine and isinstance(error, Exception):
+                raise RuntimeError(f"{error} The first error of all: {first}") from error
             raise
 
 
 class _Batch:
     """
     ## A batch on its way through the stages of this rank
+
+    Each kind of action is a method of the same name.
     """
 
     def __init__(self, pipeline: Pipeline,
@@ -480,9 +480,8 @@ class _Batch:
         if pipeline.stage_comm.broken:
             raise RuntimeError(pipeline.stage_comm.broken)
         self.parts = pipeline.cut(x, y, "evaluate" if optimizer is None else "train")
-        # By stage and micro-batch: what has come in, and what has to go out.
-        self.arrived: dict[tuple[int, int], Tree] = {}
-        self.leaving: dict[tuple[int, int], Tree] = {}
+        # What a stage is about to get of a micro-batch: it has come in, or has to go out.
+        self.values: dict[tuple[int, int], Tree] = {}
         # For backward: the tensors that came in, and where in the graph gradients arrive.
         self.kept: dict[tuple[int, int], tuple[list[torch.Tensor], list[Tree]]] = {}
         self.loss = torch.zeros((), dtype=torch.double, device=pipeline.device)
@@ -492,53 +491,25 @@ class _Batch:
         """
         ### Carry out one action of the list, and return what it has sent
         """
-        match action.kind:
-            case "forward":
-                self._forward(action)
-            case "backward":
-                self._backward(action)
-            case "send" | "send gradient":
-                return self._send(action)
-            case "receive" | "receive gradient":
-                self.arrived[action[1:]] = self._receive(action)
-            case "unshard":
-                self._unshard(action)
-            case "reshard":
-                self.stages[action.stage].reshard()
-            case "reduce":
-                self._reduce(action)
-            case "send tied":
-                return self._send_tied()
-            case "receive tied":
-                (borrowed,) = self.pipeline.borrowed
-                borrowed.take(self._receive(action))
-            case "send tied gradient":
-                return self._send_tied_gradient()
-            case "receive tied gradient":
-                self._receive_tied_gradient(action)
-        return None
+        return getattr(self, action.kind.replace(" ", "_"))(action)
 
     # ------------------------------------------------------------------------------------- compute
 
-    def _forward(self, action: Action) -> None:
+    def forward(self, action: Action) -> None:
         """
-        #### Compute a micro-batch through a stage
+        ### Compute a micro-batch through a stage
         """
         key = action[1:]
-        came_in: list[torch.Tensor] = []
         x, y = self.parts[action.micro_batch]
-        if action.stage:
-            value = self.arrived.pop(key)
-            came_in = _trainable(value)
-            value = pytree.tree_map_only(torch.Tensor, _Arrival.apply, value)
-        else:
-            value = _copied(x)
+        value = self.values.pop(key) if action.stage else _copied(x)
+        came_in = _trainable(value)
         self.stages[action.stage].begin()
+        value = pytree.tree_map_only(torch.Tensor, _Arrival.apply, value)
         output = self.stages[action.stage](value)
         if action.stage == self.pipeline.count - 1:
             edges: list[Tree] = [self._loss_of(output, y)]
         else:
-            self._hand_on((action.stage + 1, action.micro_batch), output)
+            self._hand_on(action.stage + 1, action.micro_batch, output)
             edges = [get_gradient_edge(t) for t in _trainable(output)]
         if self.optimizer is not None:
             self.kept[key] = (came_in, edges)
@@ -557,9 +528,9 @@ class _Batch:
         self.loss += loss.detach().double() / self.pipeline.micro_batches
         return loss
 
-    def _backward(self, action: Action) -> None:
+    def backward(self, action: Action) -> None:
         """
-        #### Go back through a stage, and add to the full gradients of its layers
+        ### Go back through a stage, and add to the full gradients of its layers
         """
         key = action[1:]
         came_in, edges = self.kept.pop(key)
@@ -569,97 +540,141 @@ class _Batch:
             if action.stage == self.pipeline.count - 1:
                 self.optimizer.backward(edges.pop() / self.pipeline.micro_batches)
             elif edges:
-                pairs = [(edge, grad) for edge, grad
-                         in zip(edges, self.arrived.pop(key), strict=True) if grad is not None]
-                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+                grads = self.values.pop(key)
+                pairs = [(edge, grad)
+                         for edge, grad in zip(edges, grads, strict=True)
+                         if grad is not None]
+                torch.autograd.backward([edge for edge, _ in pairs],
+                                        [grad for _, grad in pairs])
         if action.stage:
             grads = [tensor.grad for tensor in came_in]
-            self._hand_on((action.stage - 1, action.micro_batch), grads)
+            self._hand_on(action.stage - 1, action.micro_batch, grads)
 
     # ---------------------------------------------------------------------------------------- move
 
-    def _hand_on(self, key: tuple[int, int], value: Tree) -> None:
+    def _hand_on(self, stage: int,
+                 micro_batch: int,
+                 value: Tree) -> None:
         """
         #### Put a value where the next action finds it
         """
-        if self.pipeline.ranks > 1:
-            self.leaving[key] = value
-            return
-        self.arrived[key] = pytree.tree_map_only(
-            torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
+        if self.pipeline.ranks == 1:
+            value = pytree.tree_map_only(
+                torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
+        self.values[stage, micro_batch] = value
 
-    def _send(self, action: Action) -> Sent:
+    def send(self, action: Action) -> Sent:
         """
-        #### Send activations to the next stage, or gradients to the one before
+        ### Send activations to the next stage, or gradients to the one before
         """
-        if action.is_gradient:
-            there = Action("receive gradient", action.stage - 1, action.micro_batch)
-        else:
-            there = Action("receive", action.stage + 1, action.micro_batch)
-        return self._send_to(there, self.leaving.pop(there[1:]))
+        key = self._partner(action), action.micro_batch
+        return self._send(action, self.values.pop(key))
 
-    def _send_to(self, there: Action, value: Tree) -> Sent:
+    send_gradient = send
+
+    def receive(self, action: Action) -> None:
+        """
+        ### Receive activations from the stage before, or gradients from the next one
+        """
+        self.values[action[1:]] = self._receive(action)
+
+    receive_gradient = receive
+
+    def _send(self, action: Action, value: Tree) -> Sent:
+        """
+        #### Send something to the rank that receives it
+        """
+        there = Action(action.kind.replace("send", "receive"),
+                       self._partner(action),
+                       action.micro_batch)
         return self.channels.send(there, there.stage % self.pipeline.ranks, value)
 
     def _receive(self, action: Action) -> Tree:
         """
         #### Wait for what another rank sends for this action
         """
+        return self.channels.receive(action, self._partner(action) % self.pipeline.ranks)
+
+    def _partner(self, action: Action) -> int:
+        """
+        #### The stage at the other end of a transfer
+        """
         if "tied" in action.kind:
-            stage = self.pipeline.ends[action.is_gradient]
-        else:
-            stage = action.stage + (1 if action.is_gradient else -1)
-        return self.channels.receive(action, stage % self.pipeline.ranks)
+            return sum(self.pipeline.ends) - action.stage
+        goes_on = action.kind in ("send", "receive gradient")
+        return action.stage + (1 if goes_on else -1)
 
     # ---------------------------------------------------------------------------- gather and reduce
 
-    def _unshard(self, action: Action) -> None:
+    def unshard(self, action: Action) -> None:
         """
-        #### Gather a stage, unless each pass gathers
+        ### Gather a stage, unless each pass gathers
         """
         upcoming = next(each.kind for each in self.waiting
                         if each.stage == action.stage and each.kind in PASSES)
         self.stages[action.stage].unshard(self.pipeline.holds, upcoming == "backward")
 
+    def reshard(self, action: Action) -> None:
+        """
+        ### Free a stage
+        """
+        self.stages[action.stage].reshard()
+
     @torch.no_grad()
-    def _reduce(self, action: Action) -> None:
+    def reduce(self, action: Action) -> None:
         """
-        #### Start to reduce the gradients of a stage; the next one, or the batch's end, finishes it
+        ### Start to reduce the gradients of a stage; the next one, or the batch's end, finishes it
+
+        Tied weights wait for the end, because both of their stages add to their gradient.
         """
-        stage = self.stages[action.stage]
-        for layer in reversed(stage.module_list):
+        for layer in reversed(self.stages[action.stage].module_list):
             layer.reduce()
-        first, last = self.pipeline.ends
-        # Weights that another rank borrows wait for its gradient.
-        if first == action.stage and (last - first) % self.pipeline.ranks == 0:
-            for layer in stage.tied:
-                layer.reduce()
 
     # -------------------------------------------------------------------------------- tied weights
 
-    def _send_tied(self) -> Sent:
+    def send_tied(self, action: Action) -> Sent:
         """
-        #### Lend this rank's shard of the tied weights to its partner
+        ### Lend this rank's shard of the tied weights to its partner
         """
         (tied,) = self.pipeline.tied
-        shards = [(flat.shard.requires_grad,
-                   flat.storage.load().detach().to(tied.device, copy=True)) for flat in tied.flats]
+        shards = []
         for flat in tied.flats:
+            shard = flat.storage.load().to(tied.device, copy=True)
+            shards.append(shard.requires_grad_(flat.shard.requires_grad))
             flat.storage.release()
-        return self._send_to(Action("receive tied", self.pipeline.ends[1]), shards)
-
-    def _send_tied_gradient(self) -> Sent:
-        """
-        #### Reduce the gradient of the borrowed weights, and send it to where they are kept
-        """
-        (borrowed,) = self.pipeline.borrowed
-        there = Action("receive tied gradient", self.pipeline.ends[0])
-        return self._send_to(there, borrowed.gradients())
+        return self._send(action, shards)
 
     @torch.no_grad()
-    def _receive_tied_gradient(self, action: Action) -> None:
+    def receive_tied(self, action: Action) -> None:
         """
-        #### Add the gradient of the last stage to this rank's part of the full gradient, and reduce
+        ### Use the shard of the tied weights that the first stage has sent
+        """
+        (tied,) = self.pipeline.tied
+        for flat, shard in zip(tied.flats, self._receive(action), strict=True):
+            flat.shard.requires_grad_(shard.requires_grad)
+            flat.storage.load().copy_(shard)
+
+    def send_tied_gradient(self, action: Action) -> Sent:
+        """
+        ### Reduce the gradient of the borrowed weights, and send it to where they are kept
+
+        It comes with the names of the parameters that have contributed to it.
+        """
+        (tied,) = self.pipeline.tied
+        tied.reduce()
+        tied.reducer.end()
+        grads: list[Any] = [flat.shard.grad for flat in tied.flats]
+        sent = self._send(action, [
+            None if grad is None else
+            (sorted(grad.used), grad.as_subclass(torch.Tensor))
+            for grad in grads])
+        tied.zero_grad()
+        return sent
+
+    @torch.no_grad()
+    def receive_tied_gradient(self, action: Action) -> None:
+        """
+        ### Add the gradient of the last stage to this rank's part of the full gradient
 
         With replicas it is a sum over all of them already, so only the first one adds it.
         """
@@ -667,14 +682,14 @@ class _Batch:
         for flat, theirs in zip(tied.flats, self._receive(action), strict=True):
             if theirs is None:
                 continue
-            used, grad = theirs
+            names, grad = theirs
             if flat.grad is None:
-                flat.begin_grad(torch.empty_like(flat.full, dtype=flat.shard.grad_dtype))
-            flat.zero_missing()
-            flat.ready.update(flat.slots[i].names for i in used)
-            if tied.comm.in_first_replica and flat.grad is not None:
-                tied.comm.rows(flat.grad)[tied.comm.rank] += grad
-        tied.reduce()
+                flat.begin_grad(torch.empty_like(
+                    flat.full, dtype=flat.shard.grad_dtype))
+            full = flat.zero_missing()
+            flat.ready.update(names)
+            if tied.comm.in_first_replica:
+                tied.comm.rows(full)[tied.comm.rank] += grad
 
 
 class _Arrival(torch.autograd.Function):

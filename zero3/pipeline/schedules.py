@@ -51,7 +51,7 @@ If a rank has several stages, `step` keeps all of them whole. With breadth-first
 go forward through a stage before the next one of this rank begins, so two gathers per stage are
 enough, and one for the last.
 
-**Run this**: `python -m zero3.pipeline --stages 4 --micro-batches 8 --schedule 1f1b` draws a
+**Run this**: `python -m zero3.pipeline --ranks 4 --micro-batches 8 --schedule 1f1b` draws a
 schedule.
 
 **Not covered, and what that costs**: schedules that fill the bubble with the part of backward that
@@ -112,7 +112,7 @@ def actions(schedule: str,
             micro_batches: int,
             per_rank: int = 1,
             gathers: str = "stage",
-            tied: tuple[int, int] | None = None,
+            tied: tuple[int, int] = (0, 0),
             backward: bool = True) -> list[list[Action]]:
     """
     ## The actions of all ranks in a step
@@ -121,7 +121,8 @@ def actions(schedule: str,
     * `ranks` is the length of the pipeline; stage $s$ is on rank `s % ranks`
     * `per_rank` is the number of stages on each rank
     * `gathers` is "each", "direction", "stage" or "step"
-    * `tied` are the first and the last stage that use the same weights
+    * `tied` are the first and the last stage that use the same weights. If they are on two ranks,
+      the shard of these weights is lent for the step
     * `backward` is false for an evaluation, which only goes forward
 
     Returns a list for each rank. Raises `ValueError` for numbers that do not fit together.
@@ -132,8 +133,15 @@ def actions(schedule: str,
         passes = [Action(kind, chunk * ranks + rank, i)
                   for kind, chunk, i in ORDERS[schedule](rank, ranks, micro_batches, per_rank)
                   if backward or kind == "forward"]
-        sharded = _with_transfers(_with_gathers(passes, gathers), ranks, ranks * per_rank)
-        found.append([*_with_tied(_with_reduces([*sharded]), rank, ranks, tied, backward)])
+        found.append([*_with_gathers(passes, gathers, ranks, ranks * per_rank)])
+    first, last = tied
+    keeps, borrows = found[first % ranks], found[last % ranks]
+    if keeps is not borrows:
+        keeps.insert(0, Action("send tied", first))
+        borrows.insert(0, Action("receive tied", last))
+        if backward:
+            borrows.append(Action("send tied gradient", last))
+            keeps.append(Action("receive tied gradient", first))
     return found
 
 
@@ -200,13 +208,11 @@ def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, per_rank
         # `ahead` slots to the last rank, and as many back. Forwards fill them.
         ahead = 2 * ahead + (per_rank - 1) * ranks
     ahead = min(ahead, count)
-    for k in range(ahead):
-        yield of(k, "forward")
-    for k in range(count - ahead):
-        yield of(ahead + k, "forward")
-        yield of(k, "backward")
-    for k in range(count - ahead, count):
-        yield of(k, "backward")
+    for k in range(count + ahead):
+        if k < count:
+            yield of(k, "forward")
+        if k >= ahead:
+            yield of(k - ahead, "backward")
 
 
 ORDERS: dict[str, Callable[[int, int, int, int], Passes]] = {
@@ -217,89 +223,56 @@ ORDERS: dict[str, Callable[[int, int, int, int], Passes]] = {
 # ------------------------------------------------------------------------------- what comes between
 
 
-def _with_gathers(passes: list[Action], gathers: str) -> Iterator[Action]:
+def _with_gathers(passes: list[Action],
+                  gathers: str,
+                  ranks: int,
+                  stages: int) -> Iterator[Action]:
     """
-    #### Gather a stage before a run of passes, and free it afterwards
+    #### Gather a stage before a run of passes, free it afterwards, and reduce it after the last one
 
-    The gather comes one pass earlier, to overlap that pass, unless it is of the same stage.
+    The gather comes one pass earlier, to overlap that pass, unless it is of the same stage. The
+    reduce comes once the stage is freed: on the CPU the gradients of the other ranks arrive in the
+    memory of the freed parameters.
     """
     runs = _runs(passes, gathers)
+    last = {action.stage: k for k, action in enumerate(passes)}
     for k, action in enumerate(passes):
         for begin, _ in runs:
             stage = passes[begin].stage
             earlier = max(begin - 1, 0)
             if k == (begin if passes[earlier].stage == stage else earlier):
                 yield Action("unshard", stage)
-        yield action
+        yield from _with_transfers(action, ranks, stages)
         if any(end == k for _, end in runs):
             yield Action("reshard", action.stage)
+        if action.kind == "backward" and k == last[action.stage]:
+            yield Action("reduce", action.stage)
 
 
 def _runs(passes: list[Action], gathers: str) -> list[tuple[int, int]]:
     """
     #### The first and the last pass of each run that a stage stays whole for
     """
-    numbers = range(len(passes))
+    numbers = [*range(len(passes))]
+    stages = [action.stage for action in passes]
+    # Neighbours of the same key are a run.
+    keys = {"each": numbers, "direction": [action[:2] for action in passes], "stage": stages,
+            "step": stages}
     if gathers == "step":
-        stages = dict.fromkeys(action.stage for action in passes)
-        runs = [[k for k in numbers if passes[k].stage == stage] for stage in stages]
-    else:
-        # Neighbours of the same key are a run.
-        keys = {"each": numbers, "direction": [action[:2] for action in passes],
-                "stage": [action.stage for action in passes]}
-        runs = [[*run] for _, run in groupby(numbers, keys[gathers].__getitem__)]
+        numbers.sort(key=stages.__getitem__)
+    runs = [[*run] for _, run in groupby(numbers, keys[gathers].__getitem__)]
     return [(run[0], run[-1]) for run in runs]
 
 
-def _with_transfers(found: Iterator[Action], ranks: int, stages: int) -> Iterator[Action]:
+def _with_transfers(action: Action, ranks: int, stages: int) -> Iterator[Action]:
     """
-    #### Receive before a pass what it needs, and send what it has made
+    #### A pass; before it receive what it needs, and after it send what it has made
     """
-    for action in found:
-        kind, stage, i = action
-        is_first, is_last = stage == 0 or ranks == 1, stage == stages - 1 or ranks == 1
-        if kind == "forward" and not is_first:
-            yield Action("receive", stage, i)
-        if kind == "backward" and not is_last:
-            yield Action("receive gradient", stage, i)
-        yield action
-        if kind == "forward" and not is_last:
-            yield Action("send", stage, i)
-        if kind == "backward" and not is_first:
-            yield Action("send gradient", stage, i)
-
-
-def _with_reduces(found: list[Action]) -> Iterator[Action]:
-    """
-    #### Reduce the gradients of a stage once its last backward pass is over and it is freed
-
-    On the CPU the gradients of the other ranks arrive in the memory of the freed parameters.
-    """
-    last = {action.stage: k for k, action in enumerate(found) if action.kind == "reshard"}
-    trained = {action.stage for action in found if action.kind == "backward"}
-    for k, action in enumerate(found):
-        yield action
-        if last[action.stage] == k and action.stage in trained:
-            yield Action("reduce", action.stage)
-
-
-def _with_tied(found: Iterator[Action],
-               rank: int,
-               ranks: int,
-               tied: tuple[int, int] | None,
-               backward: bool) -> Iterator[Action]:
-    """
-    #### Lend the shard of tied weights to the other stage that uses them, and take its gradient
-    """
-    first, last = tied or (0, 0)
-    apart = first % ranks != last % ranks
-    keeps, borrows = apart and rank == first % ranks, apart and rank == last % ranks
-    if keeps:
-        yield Action("send tied", first)
-    if borrows:
-        yield Action("receive tied", last)
-    yield from found
-    if borrows and backward:
-        yield Action("send tied gradient", last)
-    if keeps and backward:
-        yield Action("receive tied gradient", first)
+    is_forward = action.kind == "forward"
+    first, last = (0, stages - 1) if is_forward else (stages - 1, 0)
+    what = "" if is_forward else " gradient"
+    if ranks > 1 and action.stage != first:
+        yield action._replace(kind=f"receive{what}")
+    yield action
+    if ranks > 1 and action.stage != last:
+        yield action._replace(kind=f"send{what}")

@@ -33,7 +33,7 @@ Layers are balanced by their parameters, not by the time they take.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterable
 from functools import cache
 from typing import Any
 
@@ -42,7 +42,6 @@ from torch import nn
 
 from zero3.guards.options import expect
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.optimizer.buckets import Bucket
 from zero3.schedule import Chain
 from zero3.sharded import Sharded
 from zero3.watch import Call
@@ -66,9 +65,9 @@ class StageLayer(Zero3Layer):
     Two stages of one rank may use the same tied weights, so it knows who holds it.
     """
 
-    holders: frozenset[int] = frozenset()
+    holders: frozenset["Stage"] = frozenset()
 
-    def hold(self, stage: int) -> None:
+    def hold(self, stage: "Stage") -> None:
         """
         ### Gather the layer, and keep it whole
         """
@@ -77,13 +76,7 @@ class StageLayer(Zero3Layer):
         self._follow_requires_grad()
         self.fetch_params()
 
-    def wait(self) -> None:
-        """
-        ### Wait until it is whole
-        """
-        self._wait_params()
-
-    def release(self, stage: int) -> None:
+    def release(self, stage: "Stage") -> None:
         """
         ### Free the layer, unless another stage still holds it
         """
@@ -104,7 +97,8 @@ class Stage(Zero3Sequential):
     ## One stage of a pipeline
     """
 
-    def __init__(self, index: int, layers: dict[int, StageLayer], tied: tuple[StageLayer, ...]):
+    def __init__(self, layers: dict[int, StageLayer],
+                 tied: tuple[StageLayer, ...]):
         """
         ### Link the layers
 
@@ -112,7 +106,6 @@ class Stage(Zero3Sequential):
         * `tied` has the layer of tied weights, if this stage uses them
         """
         super().__init__(layers.values())
-        self.index = index
         # A tuple is not registered: it is no layer of this chain.
         self.tied = tied
         for i, layer in layers.items():
@@ -127,92 +120,25 @@ class Stage(Zero3Sequential):
         * `hold` is false if each layer is to gather itself, and to be freed after its part
         * `backward` says that the next pass begins with the last layer, which is gathered first
         """
-        for layer in self.tied:
-            layer.hold(self.index)
         layers = [*self.module_list] if hold else []
         if backward:
             layers.reverse()
-        for layer in layers:
-            layer.hold(self.index)
+        for layer in (*self.tied, *layers):
+            layer.hold(self)
 
     def begin(self) -> None:
         """
         ### Wait for the tied weights before a pass, because nobody calls their layer
         """
         for layer in self.tied:
-            layer.wait()
+            layer._wait_params()
 
     def reshard(self) -> None:
         """
         ### Free all layers
         """
         for layer in (*self.module_list, *self.tied):
-            layer.release(self.index)
-
-
-class Borrowed:
-    """
-    ## The copy of tied weights that the last stage borrows
-
-    A layer like that of the first stage, which no optimizer and no checkpoint knows.
-    """
-
-    def __init__(self, layer: StageLayer):
-        self.layer = layer
-        layer.reducer = self.bucket = Bucket(layer.comm, 0)
-        # Until `gradients` is called, as in `no_sync`. No optimizer knows this bucket.
-        self.bucket.holds = 1
-        self.shards = [flat.shard for flat in layer.flats]
-
-    @torch.no_grad()
-    def take(self, values: list[tuple[bool, torch.Tensor]]) -> None:
-        """
-        ### Use these shards, which the first stage has sent
-
-        * `values` also say whether each of them trains
-        """
-        for flat, (trains, value) in zip(self.layer.flats, values, strict=True):
-            flat.shard.requires_grad_(trains)
-            flat.storage.load().copy_(value)
-            flat.storage.save()
-
-    def reduce_in(self, dtype: torch.dtype | None) -> None:
-        """
-        ### Reduce gradients in the data type of the optimizer
-        """
-        for shard in self.shards:
-            shard.grad_dtype = dtype or shard.dtype
-
-    def held_tensors(self) -> Iterator[torch.Tensor | None]:
-        """
-        ### The memory of the copy, for a `Ledger`
-        """
-        yield from self.layer.held_tensors()
-        for shard in self.shards:
-            yield shard
-            yield shard.grad
-
-    def gradients(self) -> list[tuple[list[int], torch.Tensor] | None]:
-        """
-        ### Reduce the gradients, and return this rank's part of each
-
-        Each comes with the indices of the parameters that it has something of.
-        """
-        self.bucket.holds = 0
-        self.layer.reduce()
-        self.bucket.end()
-        self.bucket.holds = 1
-        found: list[tuple[list[int], torch.Tensor] | None] = []
-        for flat in self.layer.flats:
-            grad = flat.shard.grad
-            if grad is None:
-                found.append(None)
-                continue
-            used = getattr(grad, "used", None)
-            indices = [i for i, slot in enumerate(flat.slots) if used is None or slot.names in used]
-            found.append((indices, grad.as_subclass(torch.Tensor)))
-        self.layer.zero_grad()
-        return found
+            layer.release(self)
 
 
 class Plan:
@@ -220,7 +146,9 @@ class Plan:
     ## Which rank has which layers, and which weights two stages share
     """
 
-    def __init__(self, layers: list[nn.Module], ranks: int, counts: list[int]):
+    def __init__(self, layers: list[nn.Module],
+                 ranks: int,
+                 counts: list[int]):
         """
         ### Find the tied weights
 
@@ -235,15 +163,18 @@ class Plan:
         self.names = names_of(layers)
         self.tied = {p: names for p, names in self.names.items()
                      if len({layer_of(name) for name in names}) > 1}
-        # The first and the last stage that use tied weights.
-        self.ends = (0, 0)
         pairs = {tuple(sorted({self.places[layer_of(name)] for name in names}))
                  for names in self.tied.values()}
-        expect(len(pairs) <= 1 and all(len(pair) <= 2 for pair in pairs), "tied weights",
+        good = len(pairs) <= 1 and all(len(pair) <= 2 for pair in pairs)
+        expect(good, "tied weights",
                "the same two stages for all of them", f"stages {sorted(pairs)}",
                "cut the stages elsewhere, with `stages=`")
-        for pair in pairs:
-            self.ends = (pair[0], pair[-1])
+        # The first and the last stage that use tied weights.
+        pair = min(pairs, default=(0,))
+        self.ends = (pair[0], pair[-1])
+        # The places of the ranks that have these stages.
+        self.partners = (pair[0] % ranks,
+                         pair[-1] % ranks)
         self._check_weights()
 
     def _check_counts(self) -> None:
@@ -274,7 +205,9 @@ class Plan:
         """
         ### What each parameter is: the rank in the pipeline that keeps it, its shape and data type
         """
-        return {names[0]: (self.places[layer_of(names[0])] % self.ranks, p.shape, p.dtype)
+        return {names[0]: (self.places[layer_of(names[0])] % self.ranks,
+                           p.shape,
+                           p.dtype)
                 for p, names in self.names.items()}
 
     @property
@@ -314,7 +247,8 @@ def balanced(layers: list[nn.Module], parts: int) -> list[int]:
         found = []
         for end in range(begin + 1, len(sizes) - parts + 2):
             largest, counts = best(end, parts - 1)
-            found.append((max(size(begin, end), largest), [end - begin, *counts]))
+            found.append((max(size(begin, end), largest),
+                          [end - begin, *counts]))
         return min(found)
 
     expect(0 < parts <= len(layers), "the stages", f"at most {len(layers)}, one for each layer",
@@ -322,7 +256,8 @@ def balanced(layers: list[nn.Module], parts: int) -> list[int]:
     return best(0, parts)[1]
 
 
-def names_of(layers: list[nn.Module], kind: str = "named_parameters") -> dict[Any, list[str]]:
+def names_of(layers: list[nn.Module],
+             kind: str = "named_parameters") -> dict[Any, list[str]]:
     """
     ## All names of each parameter in the plain model, `nn.Sequential(*layers)`
 
@@ -341,21 +276,18 @@ def layer_of(name: str) -> int:
     return int(name.split(".")[0])
 
 
-def untie(layers: dict[int, nn.Module], tied: dict[nn.Parameter, list[str]]
-          ) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def untie(layers: Iterable[nn.Module],
+          tied: Container[nn.Parameter]) -> None:
     """
-    ## Take tied weights out of their modules, and say which module had which by what name
+    ## Make tied weights plain attributes of their modules
 
     Otherwise each layer would shard them as its own.
     """
-    found = []
-    for layer in layers.values():
+    for layer in layers:
         for module in layer.modules():
             for name, param in [*module._parameters.items()]:
                 if param in tied:
-                    del module._parameters[name]
-                    found.append((module, name, param))
-    return found
+                    vars(module)[name] = module._parameters.pop(name)
 
 
 def holder(tied: dict[nn.Parameter, list[str]]) -> nn.Module:
@@ -366,10 +298,8 @@ def holder(tied: dict[nn.Parameter, list[str]]) -> nn.Module:
     for param, names in tied.items():
         for name in names:
             *path, last = name.split(".")
-            at = root
+            at: Any = root
             for part in path:
-                if part not in at._modules:
-                    at.add_module(part, nn.Module())
-                at = at._modules[part]  # type: ignore[assignment]
+                at = at._modules.setdefault(part, nn.Module())
             at.register_parameter(last, param)
     return root

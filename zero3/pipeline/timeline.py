@@ -57,25 +57,21 @@ $$\text{peak} - \text{rest} = N \max\Big(\sum_\ell \left\lceil \frac{P_\ell}{N} 
 
 for layers of equal size. Activations and their gradients in memory come on top; see `kept` below.
 
-**Run this**: `python -m zero3.pipeline --stages 2 --micro-batches 3`. The command draws a line for
-each rank, and below it when its stage is whole:
+**Run this**: `python -m zero3.pipeline --ranks 2 --micro-batches 3`. The command draws a line for
+each rank:
 
     rank 0  0   1       (0) 2   (1)     (2)
-            [==============================]R
     rank 1      0   (0) 1   (1) 2   (2)
-            [==========================]R
 
 **Not covered, and what that costs**: the time of transfers and gathers. A schedule with a smaller
 bubble may be slower if it gathers more.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
 from zero3.guards.command_line import Parser, within
-from zero3.guards.options import expect
 from zero3.pipeline.schedules import GATHERS, ORDERS, PASSES, Action, actions
 
 
@@ -170,32 +166,9 @@ def _most(listed: list[Action], begins: str, ends: str) -> int:
     return max(accumulate(changes), default=0)
 
 
-def times_whole(passes: list[Pass], listed: list[Action]) -> dict[int, list[tuple[float, float]]]:
-    """
-    ## When each stage of a rank is whole
-
-    Returns the begin and the end of each time, by stage.
-    """
-    ends = iter(passes)
-    now = 0.0
-    begun: dict[int, float] = {}
-    found: dict[int, list[tuple[float, float]]] = {}
-    for action in listed:
-        if action.kind in PASSES:
-            now = next(ends).end
-        elif action.kind == "unshard":
-            begun[action.stage] = now
-        elif action.kind == "reshard":
-            found.setdefault(action.stage, []).append((begun[action.stage], now))
-    return found
-
-
-def drawn(found: list[list[Pass]], lists: list[list[Action]] | None = None) -> str:
+def drawn(found: list[list[Pass]]) -> str:
     """
     ## A line for each rank: its passes over time
-
-    * `lists` are those that were played. With them, a line below the passes shows when a stage is
-      whole, from `[` to `]`, and its reduce, `R`
 
     A forward pass is the number of its micro-batch, a backward pass the number in brackets. With
     several stages on a rank, a letter tells which.
@@ -206,33 +179,17 @@ def drawn(found: list[list[Pass]], lists: list[list[Action]] | None = None) -> s
     width = 1 + max(len(name) for name in names.values())
     lines = []
     for rank, passes in enumerate(found):
-        line = _placed((round(each.start * width), names[each]) for each in passes)
+        line = ""
+        for each in passes:
+            line = line.ljust(round(each.start * width)) + names[each]
         lines.append(f"rank {rank}  {line}")
-        whole = times_whole(passes, lists[rank]) if lists else {}
-        for stage, times in whole.items():
-            bars = [(round(begin * width), round(end * width)) for begin, end in times]
-            line = _placed((begin, f"[{'=' * (end - begin - 2)}]") for begin, end in bars)
-            lines.append(f"{_letter(stage, ranks, per_rank):>6}  {line}R")
     return "\n".join(lines)
 
 
-def _placed(texts: Iterable[tuple[int, str]]) -> str:
-    """
-    #### A line with each text in its column
-    """
-    line = ""
-    for column, text in texts:
-        line = line.ljust(column) + text
-    return line
-
-
 def _name(action: Action, ranks: int, per_rank: int) -> str:
-    name = f"{_letter(action.stage, ranks, per_rank)}{action.micro_batch}"
+    letter = chr(ord("a") + action.stage // ranks) if per_rank > 1 else ""
+    name = f"{letter}{action.micro_batch}"
     return name if action.kind == "forward" else f"({name})"
-
-
-def _letter(stage: int, ranks: int, per_rank: int) -> str:
-    return chr(ord("a") + stage // ranks) if per_rank > 1 else ""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -242,27 +199,21 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="zero3.pipeline", description="Draw a pipeline's step.")
     add = parser.add_argument
     add("--schedule", choices=[*ORDERS], default="1f1b", help="the order of the passes")
-    add("--stages", type=int, default=4, help="stages of the model")
-    add("--per-rank", type=int, default=1, help="how many of them each rank has")
+    add("--ranks", type=int, default=4, help="ranks of the pipeline")
+    add("--per-rank", type=int, default=1, help="stages on each rank")
     add("--micro-batches", type=int, default=8, help="micro-batches in a step")
     add("--gathers", choices=GATHERS, default="stage", help="how long a stage stays whole")
     args = parser.parse_args(argv)
     try:
-        within("--stages", args.stages, 1, 64)
-        within("--per-rank", args.per_rank, 1, args.stages)
+        within("--ranks", args.ranks, 1, 64)
+        within("--per-rank", args.per_rank, 1, 64)
         within("--micro-batches", args.micro_batches, 1, 256)
-        expect(args.stages % args.per_rank == 0, "--stages",
-               f"a multiple of {args.per_rank}, the stages on a rank", args.stages,
-               "pass another number")
-        ranks = args.stages // args.per_rank
-        lists = actions(args.schedule, ranks, args.micro_batches, args.per_rank, args.gathers)
+        lists = actions(args.schedule, args.ranks, args.micro_batches, args.per_rank, args.gathers)
     except ValueError as error:
         parser.error(str(error))
     found = timeline(lists)
-    print(f"{args.schedule}: {args.stages} stages on {ranks} ranks, {args.micro_batches} "
-          "micro-batches\n0 is the forward pass of micro-batch 0, and (0) its backward pass.\n"
-          "A stage is gathered at [ and freed at ]; R reduces its gradients.\n")
-    print(drawn(found, lists))
+    print("0 is the forward pass of micro-batch 0, and (0) its backward pass.\n")
+    print(drawn(found))
     print(f"\nRanks wait for {bubble(found):.1%} of the step, the bubble.\n")
     print(f"{'':8}{'gathers':>8}{'reduces':>8}{'sends':>8}{'whole':>8}{'in flight':>12}")
     for rank, listed in enumerate(lists):
