@@ -6,7 +6,7 @@ The formulas are written out here once more, in shapes and numbers of ranks alon
 
 from collections import Counter
 from contextlib import nullcontext
-from itertools import pairwise, product
+from itertools import pairwise
 from math import ceil, prod
 
 import pytest
@@ -204,6 +204,15 @@ def formulas(shape, order, gathers, rank):
     return found
 
 
+def some(shape):
+    """
+    Each order with each way to gather on two ranks that share nothing. Elsewhere each order with
+    two of the four ways, and the next order with the other two.
+    """
+    return [{**order, "gathers": gathers} for i, order in enumerate(orders())
+            for j, gathers in enumerate(GATHERS) if shape == (2, 1) or (i + j + sum(shape)) % 2]
+
+
 def measured_steps(shape, tried):
     """For each case: what is measured, and the list of this rank"""
     found = []
@@ -222,7 +231,7 @@ def test_formula_list_and_measurement_agree(shape):
     Proves I3, I4, `actions`, `costs`, `_with_gathers`, `Stage.unshard`,
     `Stage.reshard`, `StageLayer.hold`, `StageLayer.release`, `Channels.send`.
     """
-    tried = [{**order, "gathers": gathers} for order, gathers in product(orders(), GATHERS)]
+    tried = some(shape)
     for rank, steps in enumerate(run(measured_steps, prod(shape), shape, tried)):
         for case, (got, listed) in zip(tried, steps, strict=True):
             order = {name: case[name] for name in ("schedule", "m", "per_rank")}
@@ -306,7 +315,7 @@ def test_the_recorded_run_is_the_list(shape):
     `Stage.begin`, `StageLayer._cleanup_params`, `_Batch`, `_Batch.do`.
     """
     p, n = shape
-    tried = [{**order, "gathers": gathers} for order, gathers in product(orders(), GATHERS)]
+    tried = some(shape)
     found = run(recorded, p * n, shape, tried)
     for k, case in enumerate(tried):
         m, v = case["m"], case["per_rank"]
