@@ -91,8 +91,10 @@ class StatesAway:
         for states in optimizer.shard_states:
             if states.layer is self.layer:
                 states.away = self.back
-                self.parts += [Part(here, put, Copy(self.layer, here.view(torch.uint8), None))
+                self.parts += [Part(here, put, Copy(here.view(torch.uint8)))
                                for here, put in movable(states, optimizer)]
+        for part in self.parts:
+            part.copy.leave(self.layer)
         if self.parts:
             self._enter("offload")
 
@@ -102,7 +104,7 @@ class StatesAway:
         """
         if self.phase == "offload":
             for part in self.parts:
-                part.copy.left()
+                part.copy.rest()
                 part.here = part.here.new_empty(0)
                 part.put(part.here)
             self._enter("vacate")
@@ -127,9 +129,9 @@ class StatesAway:
         self.reload()
         for part in self.parts:
             if self.phase == "reload":
-                part.put(part.copy.arrived().view(part.here.dtype))
+                part.put(part.copy.here().view(part.here.dtype))
             else:
-                part.copy.left()
+                part.copy.rest()
         self.phase = ""
         self.parts = []
 
