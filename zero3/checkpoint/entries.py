@@ -239,9 +239,9 @@ class Entries(Named):
         #### The tensors that every rank has whole, under each of their names
         """
         # Nobody reduces the gradient of a trainable parameter there.
-        names = stray(self.model)
+        names = [f"`{name}`" for name in stray(self.model)]
         self.expect(not names, "cannot save or load", "trainable parameters in Zero3Layers",
-                    f"`{', '.join(names)}` outside of them", "wrap its module")
+                    f"{', '.join(names)} outside of them", "wrap its module")
         shards = {flat.parameter.shard for flat in self.flats}
         return {f"{path}.{name}".strip("."): tensor
                 for module, paths_of in paths.items() for path in paths_of
