@@ -26,7 +26,7 @@ $s_1 = \frac12$, $t_0 = 0$ and $t_1 = 4$ it is 0, 0.29, 0.44, 0.49, 0.5.
 **Run this**: `python -m pytest tests/compression/test_compression.py -k schedule`.
 
 **Not covered, and what that costs**: a schedule that looks at the loss. Choose the end early
-enough, so that training goes on with the final sparsity and bits. Inputs of layers are not rounded.
+enough, so that training goes on with the final sparsity and bits.
 """
 
 import math
