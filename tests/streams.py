@@ -568,6 +568,10 @@ class Work:
         self.done.wait()
 
 
+# A shard that rests elsewhere has its gradient, or a marker for it.
+GRADS = (torch.Tensor.grad.__get__, torch.Tensor.grad.__set__)
+
+
 class _Places(TorchFunctionMode):
     """
     ## Who is where: tensors of the accelerator say so, and are made there
@@ -601,7 +605,7 @@ class _Places(TorchFunctionMode):
         if "device" in kwargs:
             kwargs["device"] = CPU
         freed = [t for t in types if issubclass(t, FreedParameter)]
-        if freed and func not in METADATA and func != torch.Tensor.grad.__get__:
+        if freed and func not in METADATA and func not in GRADS:
             # A unit may gather another one in there.
             with self:
                 return freed[0].__torch_function__(func, types, args, kwargs)

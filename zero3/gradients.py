@@ -68,7 +68,7 @@ def clip_grad_norm_(model: nn.Module,
     norms = {flat: norm_of(block_norms(grad, flat.counted, norm_type), norm_type)
              for flat, grad in grads.items()}
     zero = torch.zeros((), dtype=torch.double, device=first.device)
-    mine = torch.stack([norms.get(flat, zero).to(zero)
+    mine = torch.stack([norms.get(flat, zero).to(first.device, torch.double)
                         for flat in flats]
                        or [zero])  # (shards,) fp64, device
     # Replicas have the same gradients, so count those of the first one.

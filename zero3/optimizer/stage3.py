@@ -687,7 +687,7 @@ class Zero3Optimizer(Stepper):
             return torch.zeros(self.comm.divisor, 0, dtype=torch.double)
         zero = torch.zeros((), dtype=torch.double, device=self.layers[0].device)
         norms = [states.grad_norm() for states in self.shard_states]
-        squares = torch.stack([zero if norm is None else norm.to(zero)
+        squares = torch.stack([zero if norm is None else norm.to(zero.device, zero.dtype)
                                for norm in norms]).square()  # (shards,) fp64
         for i, states in enumerate(self.shard_states):
             used = states.used
