@@ -288,9 +288,9 @@ class Tape(Ledger):
 
     def record(self, *args, **kwargs):
         super().record(*args, **kwargs)
-        saved = {stored for visit in [*order.visits.values()] for stored in visit.alive()}
+        saved = {stored for visit in [*order.visits.values()] for stored in visit.members.values()}
         self.saved_bytes = max(self.saved_bytes, sum(
-            stored.nbytes for stored in saved if stored.memory is not None or stored.is_coming))
+            stored.nbytes for stored in saved if stored.memory is not None or stored.near is not None))
 
 
 def step(keep):
