@@ -153,7 +153,7 @@ assert left > 0.5
 # comparison leaves it out.
 #
 # And with eight layers most of the memory is still in use, although no shard is stored in it. It is
-# [buffers](../zero3/offload/tiers.py#the-buffers-for-one-purpose-at-least-number-of-them),
+# [buffers](../zero3/offload/tiers.py),
 # through which files are read and written:
 #
 # $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest states of a shard}$$
@@ -290,7 +290,8 @@ class Tape(Ledger):
         super().record(*args, **kwargs)
         saved = {stored for visit in [*order.visits.values()] for stored in visit.members.values()}
         self.saved_bytes = max(self.saved_bytes, sum(
-            stored.nbytes for stored in saved if stored.memory is not None or stored.near is not None))
+            stored.nbytes for stored in saved
+            if stored.memory is not None or stored.near is not None))
 
 
 def step(keep):

@@ -188,7 +188,7 @@ def test_what_is_saved_is_what_plain_pytorch_has(tmp_path):
     """
     Weights, both moments and steps of plain AdamW on the global batch, read from the files of three
     ranks by parameter. Breaks where a name belongs to another place in the flat parameter.
-    Proves `Entries.describe`, `Entries.tensors`, `_states_of`,
+    Proves `Own`, `Entries.describe`, `Entries.tensors`, `_states_of`,
     `CheckpointReader.read_whole`, `Slot`.
     """
     run(goes_on, 3, None, tmp_path, "chain", FP64, "device", None, 3)
@@ -229,7 +229,8 @@ def test_another_tier_and_another_dtype_may_load_it(tmp_path, tier, other, dtype
     """
     The masters and the moments come back as they were, and the weights are them, rounded; from a
     chain into a wrapped model. Breaks where the rounded weights are saved in place of the masters.
-    Proves I8, `Entries.here`, `Entries.take`, `Flat`.
+    Proves I8, `Entries.here`, `Entries.take`, `Flat`, `Flat.dtype`, `Flat.in_file`,
+    `Listing.dtype`.
     """
     before = run(saves, 2, tmp_path / "a", "chain", dtype, tier, tmp_path)[0]
     folders = (tmp_path / "a", tmp_path / "b")

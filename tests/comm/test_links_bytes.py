@@ -317,7 +317,7 @@ def test_the_bytes_that_leave_a_node_are_those_of_the_table(name, native):
     """
     All that the ranks of a node send to the other node, in half precision, for each layout that
     `between.py` compares. Breaks where one line of its table has another count.
-    Proves I4, `between_bytes`, `layouts`, `Transfer.count`.
+    Proves I4, `between_bytes`, `layouts`, `Transfer.count`, `Ledger.between_bytes`.
     """
     layout = layouts(4, 2)[name]
     sent = run(left_a_node, 4, 2, layout, native)

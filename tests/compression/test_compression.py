@@ -472,7 +472,8 @@ def test_masks_on_ranks_are_exact_and_those_of_one_process(ranks, cases, tmp_pat
     those of the formula. Breaks if a threshold is approximate, if a rank forgets the place of its
     shard, or if counting reads another shard than the one that was stepped.
     Proves `compress`, `Compression`, `Compression.__init__`, `Compression.find_thresholds`,
-    `Compression.advance`, `Compression.methods`, `thresholds.layer_of`, `layers_of`, `own_keys`,
+    `Compression.advance`, `Compression.methods`, `thresholds.layer_of`, `own_keys`,
+    `thresholds.layers_of`,
     `Compression.groups`, `named_modules`, `Method.steps`, `Method.threshold`.
     """
     on_ranks = run(several_masks, ranks, cases, tmp_path)

@@ -290,7 +290,8 @@ def test_the_ledger_counts_what_the_formula_says(keep, layers, tmp_path):
     Each layer but the last ones leaves once, and comes back once if it was freed. Breaks if a
     second view of a storage is moved again, or a parameter, or if the next layer moves its input a
     second time.
-    Proves `Activations`, `saved.activations`, `Moved`, `Visit.leave`, `Visit.come`, `Ledger`.
+    Proves `Activations`, `saved.activations`, `Moved`, `Visit.leave`, `Visit.come`, `Ledger`,
+    `Ledger.out_bytes`.
     """
     model = chain(to_files(tmp_path, keep=keep), layers)
     expected = activations([2 * ONE] * layers, keep)
