@@ -520,6 +520,10 @@ def shorter(folder, metadata):
     metadata.state_dict_metadata["model.mix"].size = torch.Size((2, 3, 5))
 
 
+def narrower(folder, metadata):
+    metadata.state_dict_metadata["optim.state.mix.exp_avg"].size = torch.Size((2, 3, 5))
+
+
 def holed(folder, metadata):
     metadata.state_dict_metadata["optim.state.mix.exp_avg"].chunks.pop()
 
@@ -544,6 +548,7 @@ DAMAGES = {
     without("optim.state.last.bias.exp_avg_sq"): "`last.bias` has a `exp_avg_sq` of None there",
     without("optim.state.last.bias.step"): "`last.bias` has a `step` of None there",
     shorter: "`mix` is of (2, 3, 5) in the checkpoint, of (2, 3, 6) here",
+    narrower: "`mix` has a `exp_avg` of ",
     holed: "`mix`, its exp_avg: some elements are in no file",
     cut: "`",
     foreign: "an option of the optimizer: Weights only load failed",

@@ -37,6 +37,7 @@ from zero3.checkpoint.convert import main
 from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.formats import _MetadataUnpickler, from_tensors
 from zero3.checkpoint.reader import _LOCKED, MANIFEST, CheckpointReader, file_name, newest
+from zero3.checkpoint.save_load import _random_states
 from zero3.checkpoint.tensor_files import TensorFile, check_name
 from zero3.guards.command_line import one_line
 from zero3.offload.tensors import Broken, checksums
@@ -158,15 +159,24 @@ def test_dcps_metadata_changes_no_class_of_torchs(tmp_path):
     assert type(again) is Metadata and again == good
 
 
-def test_a_manifest_that_is_no_file_is_refused_and_not_waited_for(tmp_path):
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, capsys):
     """
-    A pipe in its place, which nobody writes to. Breaks where it is opened: that waits for ever.
-    Proves `_read_manifest`.
+    A pipe in the place of a file, which nobody writes to. Breaks without `check_files`: the command
+    then waits for ever.
+    Proves `check_files`, `_read_manifest`.
     """
-    os.mkfifo(tmp_path / MANIFEST)
+    for i, (command_name, name) in enumerate((
+            ("universal", ".metadata"), ("export", MANIFEST), ("universal", "latest_universal"),
+            ("verify", MANIFEST))):
+        folder = tmp_path / f"{i}"
+        folder.mkdir()
+        os.mkfifo(folder / name)
+        told = [command_name, folder, tmp_path / "out"]
+        assert command(*told[: 2 if command_name == "verify" else 3]) == 1
+        assert "is neither a file nor a folder" in capsys.readouterr().err
     model, optimizer = shard(plain())
     with pytest.raises(RuntimeError, match="is missing"):
-        load(tmp_path, model, optimizer)
+        load(tmp_path / "1", model, optimizer)
 
 
 def test_a_tensor_that_leaves_its_file_is_refused(tmp_path):
@@ -258,12 +268,20 @@ def poison(path, change, file_change=None):
     rewrite(path, change)
 
 
+def random_numbers():
+    """The states of the generators of this process"""
+    found = _random_states(torch.device("cpu"))
+    return {**found, "torch": found["torch"].tolist()}
+
+
 def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
     """
-    What the optimizer counts and the random numbers' states, each made something of another type,
-    or left out: refused, with the weights, the options and the states as before, and the next step
-    is taken. Breaks where a state is first set after the weights are there.
-    Proves `Entries._check_optimizer`, `_check_states`, `_set_random_states`, `load`.
+    Options of param groups, what the optimizer counts, its loss scale and the random numbers'
+    states, each made something of another type, shape or kind, or left out: refused, with the
+    weights, the options and the states as before, and the next step is taken. Breaks where an
+    option is taken over as it stands, or a state is first set after the weights are there.
+    Proves `Entries._check_optimizer`, `Entries._check_options`, `_check_states`, `_kind`,
+    `_check_random_states`, `load`.
     """
     model, optimizer = shard(plain())
     train(model, optimizer, 0)
@@ -271,15 +289,33 @@ def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
     path = newest(tmp_path / "run")
     good = {name: (path / name).read_bytes() for name in (MANIFEST, file_name(0, 1))}
 
+    def option(key, value):
+        return lambda told: told["optimizer"]["groups"][0].update({key: value})
+
+    def scale(key, value):
+        return lambda told: told["optimizer"]["scale"].update({key: value})
+
     def state(change):
         return lambda told: [change(each) for flat in told["flats"] for each in flat["states"]]
 
     nothing = lambda told: None  # noqa: E731
-    cases = [(state(change), None) for change in (
+    cases = [(option(key, value), None) for key, value in (
+        ("lr", "x"), ("lr", float("nan")), ("lr", float("inf")), ("lr", True),
+        ("params", []), ("fused", "x"), ("betas", [0.9]),
+        ("betas", 0.9), ("maximize", "yes"), ("eps", None), ("weight_decay", [1]),
+        ("weight_decay", {"__tensor__": "0000803f0000803f", "dtype": "F32", "shape": [2]}),
+        ("initial_lr", "x"), ("more", {"a": 1}))]
+    cases += [(scale(key, value), None) for key, value in (
+        ("step", 5), ("loss_scale", 0), ("loss_scale", float("nan")), ("loss_scale", "x"),
+        ("good_steps", -1), ("good_steps", 0.5), ("skipped_steps", None))]
+    cases += [(state(change), None) for change in (
         lambda each: each["scalars"].update(step="x"), lambda each: each["scalars"].update(step=1),
+        lambda each: each["scalars"].update(
+            step={"__tensor__": "0000c07f", "dtype": "F32", "shape": []}),
         lambda each: each.update(moments=[]), lambda each: each.update(scalars={}),
         lambda each: each["moments"].append("exp_avg_cubed"))]
-    cases.append((lambda told: [flat.update(states=[]) for flat in told["flats"]], None))
+    cases += [(lambda told: [flat.update(states=[]) for flat in told["flats"]], None),
+              (option("weight_decay", 1 << 64), None)]
     cases += [(nothing, (b"MT19937", b"MT19936")),
               (nothing, (rb'\"python\": {\"__tuple__\": [3,', rb'\"python\": {\"__tuple__\": [9,')),
               (nothing, (rb'\"python\"', rb'\"pythom\"'))]
@@ -287,12 +323,14 @@ def test_what_would_poison_the_optimizer_changes_nothing(tmp_path):
     for i, (change, file_change) in enumerate(cases):
         poison(path, change, file_change)
         before = repr([{**g, "params": 0} for g in optimizer.param_groups]), vars(optimizer).keys()
+        drawn = random_numbers()
         try:
             refused(path, model, optimizer)
         except BaseException as error:
             raise AssertionError(f"case {i}") from error
         after = repr([{**g, "params": 0} for g in optimizer.param_groups]), vars(optimizer).keys()
         assert before == after, i
+        assert random_numbers() == drawn, i
         assert all(p.isfinite().all() for p in weights(model).values()), i
         for name, raw in good.items():
             (path / name).write_bytes(raw)
@@ -333,7 +371,7 @@ def test_a_manifest_with_other_entries_is_refused_by_its_name(tmp_path):
                 with pytest.raises(Broken, match=MANIFEST):
                     CheckpointReader(path)
                 (path / MANIFEST).write_bytes(good)
-    # The values of options are the checkpoint's own.
+    # The values of options are the checkpoint's own, and only their kinds are compared.
     rewrite(path, lambda told: told["optimizer"]["groups"][0].update(lr=-1.0))
     load(path, model, optimizer)
     assert optimizer.param_groups[0]["lr"] == -1.0
@@ -350,7 +388,7 @@ def test_options_that_are_right_come_back(tmp_path):
     Those that a scheduler has added, a learning rate in a tensor, an `eps` of zero and integers for
     numbers; by torch's optimizers too, and by one of somebody's own with an argument that no option
     names. Breaks where a check is stricter than the optimizer.
-    Proves `Entries._first_state`, `first_state`, `Entries._take_options`.
+    Proves `Entries._first_state`, `first_state`, `Entries._take_options`, `_kind`.
     """
     class Own(torch.optim.SGD):
         def __init__(self, params, must, **kwargs):

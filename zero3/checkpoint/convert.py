@@ -44,6 +44,7 @@ from zero3.checkpoint.reader import (
     newest,
     steps,
 )
+from zero3.checkpoint.tensor_files import check_files
 from zero3.offload.tensors import BLOCK_BYTES, TYPES, Broken, Like, write_tensors
 
 # ------------------------------------------------------------------------------------------ verify
@@ -121,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
+        check_files(args.folder)
         if args.command == "verify":
             found = steps(args.folder) or steps(args.folder / "checkpoints")
             return verify([*found.values()] or [args.folder])

@@ -35,6 +35,7 @@ parameters with different numbers of steps cannot be loaded into one.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -450,14 +451,8 @@ class Entries(Named):
 
         An error inside `take` would leave the model half loaded.
         """
-        for theirs, mine in groups.items():
-            assert saved, "only a saved optimizer has param groups"
-            here = self._class_of(mine)
-            # Not every format has the class.
-            there = saved["groups"][theirs].get("optimizer", saved["class"]) or here
-            _expect(there == here or {there, here} == {"Adam", "AdamW"},
-                    f"param group {theirs} is stepped by {there} there, and by {here} here; leave "
-                    "the optimizer out to load the weights alone")
+        if saved:
+            self._check_options(saved, groups)
         first_state_of = cache(self._first_state)
         for own in self.params:
             # A parameter that no step has used has no state.
@@ -473,6 +468,32 @@ class Entries(Named):
                         f"the parameters from `{flat.params[0].names[0]}` on share a shard here, "
                         "and have different optimizer states, different numbers of steps for "
                         "instance")
+
+    def _check_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
+        """
+        #### Make sure that the saved options and loss scale are of the right kind
+        """
+        for theirs, mine in groups.items():
+            here = self.param_groups[mine]
+            steps = self._class_of(mine)
+            options = decode(saved["groups"][theirs])
+            # Not every format has the class.
+            there = options.pop("optimizer", saved["class"]) or steps
+            _expect(there == steps or {there, steps} == {"Adam", "AdamW"},
+                    f"param group {theirs} is stepped by {there} there, and by {steps} here; leave "
+                    "the optimizer out to load the weights alone")
+            for key, value in options.items():
+                # A scheduler adds options such as `initial_lr`, which this group may not have yet.
+                like = here.get(key, here.get("lr") if key.endswith("lr") else None)
+                fits = _kind(value) == _kind(like) if like is not None else type(value) is not dict
+                _expect(key not in NOT_SAVED and fits, f"param group {theirs} has a `{key}` of "
+                        f"{value!r:.60} there, and of {like!r:.60} here")
+        for key, value in saved["scale"].items():
+            counts = key in _SCALE and type(value) is int and value >= 0
+            scales = (isinstance(value, (int, float)) and value is not True
+                      and 0 < value < math.inf)
+            _expect(scales if key == "loss_scale" else counts,
+                    f"the optimizer's `{key}` is {value!r:.60} there")
 
     def _first_state(self, index: int, dims: int) -> dict[str, object]:
         """
@@ -667,9 +688,28 @@ def _check_states(own: Own, needed: dict[str, object]) -> None:
     scalars = decode(own.found.states["scalars"])
     for key, like in needed.items():
         value = scalars.get(key)
-        _expect(type(value) is type(like) or key in own.found.states["moments"],
+        # A moment of another shape than its parameter is none, and would be found here.
+        is_moment = isinstance(like, torch.Tensor) and like.dim() == 1
+        fits = not is_moment and type(value) is type(like) and _kind(value) == _kind(like)
+        _expect(fits or key in own.found.states["moments"],
                 f"`{own.names[0]}` has a `{key}` of {value!r:.60} there, and this optimizer needs "
                 f"one like {like!r:.60}")
+
+
+def _kind(value: object) -> object:
+    """
+    #### The kind of an option or of a state: equal for values that can replace each other
+
+    Any number may replace another one, if it is finite and fits into 64 bits. Of tensors with
+    several elements, each may replace another one.
+    """
+    if isinstance(value, torch.Tensor) and not value.dim():
+        value = value.item()
+    if isinstance(value, (list, tuple)):
+        return [_kind(each) for each in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float if abs(value) < 1 << 63 else value
+    return type(value)
 
 
 def _merge_states(states: list[StatesEntry]) -> list[StatesEntry]:

@@ -415,12 +415,13 @@ def load_from(path: Path, entries: Entries, read: Callable[[Path], CheckpointRea
         extra = decode(checkpoint.manifest["extra"])
         # Other formats have no such states.
         states = _random_states_of(checkpoint, entries) if checkpoint.files else {}
-        # Last, and before anything changes: they may not be valid.
-        _set_random_states(states, entries.device)
+        _check_random_states(states, entries.device)
     with all_or_none(entries, f"in {path} was whole, and then was not", "files that nobody writes "
                      "to during a load", "load it again, or another one: until then the model has "
                      "old and new values"):
         entries.take(checkpoint, groups)
+    # Last, because nothing may draw a number afterwards.
+    _set_random_states(states, entries.device)
     return extra
 
 
@@ -477,11 +478,22 @@ def _random_key(replica: int) -> str:
     return f"random.{replica}" if replica else "random"
 
 
+def _check_random_states(states: dict[str, object], device: torch.device) -> None:
+    """
+    #### Make sure that the states are valid: set them, and set this process's own again
+    """
+    own = _random_states(device)
+    try:
+        _set_random_states(states, device)
+    except Exception as error:
+        raise Broken(f"a random number state is not valid: {error!r}") from error
+    finally:
+        _set_random_states(own, device)
+
+
 def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """
     #### Set or seed the random number generators of this process
-
-    In a load, nothing draws a number afterwards.
     """
     if "seed" in states:
         for seed in (torch.manual_seed, random.seed, np.random.seed):

@@ -114,6 +114,17 @@ class TensorFile:
         return self.recent[key]
 
 
+def check_files(source: Path) -> None:
+    """
+    ## Refuse a pipe or a device in the place of a file, here or in this folder
+
+    Nobody may ever write to a pipe, and reading it would wait for that. Raises `Broken`.
+    """
+    for path in (source, *source.rglob("*")):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise Broken(f"{path} is neither a file nor a folder")
+
+
 def check_name(name: str, as_path: bool = False) -> str:
     """
     ## Check a name that was read from a file, and return it
