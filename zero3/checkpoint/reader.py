@@ -561,10 +561,11 @@ def _read_manifest(path: Path) -> Manifest:
         raise Broken(f"{path} is missing: this is no checkpoint, nor a folder with checkpoints")
     raw = path.read_bytes()
     manifest = json.loads(raw)
+    version = manifest.get("version")
     # First of all, because a newer format may have other types.
-    if manifest["version"] != VERSION or manifest["format"] != FORMAT:
-        raise Broken(f"{path} is of format {manifest['version']}, and this zero3 reads format "
-                     f"{VERSION}: install a newer zero3")
+    if manifest.get("format") == FORMAT and isinstance(version, int) and version > VERSION:
+        raise Broken(f"{path} is of format {version}, and this zero3 reads format {VERSION}: "
+                     "install a newer zero3")
     head = _first_line(b"")
     if raw[: len(head)] != _first_line(raw[len(head) :]):
         raise Broken(f"{path} is damaged: it does not match its checksum")
@@ -576,7 +577,8 @@ def _read_manifest(path: Path) -> Manifest:
     _check_types(manifest, Manifest, "the manifest")
     used = [*(flat["place"] for flat in manifest["flats"]), *manifest["replicated"].values()]
     one_file_each = 0 < len(manifest["files"]) == manifest["places"] * manifest["world_size"]
-    if not (one_file_each and all(0 <= place < manifest["places"] for place in used)):
+    known = manifest["format"] == FORMAT and version == VERSION
+    if not (known and one_file_each and all(0 <= place < manifest["places"] for place in used)):
         raise ValueError("another program wrote it")
     return manifest
 

@@ -372,8 +372,8 @@ class Job:
         several = len(recipes) > 1
         for recipe in recipes:
             out = f"{self.args.out}/{recipe}" if several else self.args.out
-            Path(out).mkdir(exist_ok=True)
             if several:
+                Path(out).mkdir(exist_ok=True)
                 self.ranks.say(f"\n--compress {recipe}")
             args = argparse.Namespace(**vars(self.args) | {"compress": recipe, "out": out})
             job = dataclasses.replace(self, args=args, run=Run(came=came), saves_end=several)

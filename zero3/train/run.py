@@ -204,19 +204,20 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
     """
     # A store takes UTF-8 only, and a path may have other bytes.
     store.set(f"problem/{rank}", one_line(problem))
-    problems = [store.get(f"problem/{other}").decode() for other in range(world_size)]
     if rank:
-        store.wait(["told"])
+        ready = store.get("ready") == b"yes"
         store.set(f"heard/{rank}", "")
-        return not any(problems)
+        return ready
+    problems = [store.get(f"problem/{other}").decode() for other in range(world_size)]
     for text in filter(None, dict.fromkeys(problems)):
         ranks = ", ".join(str(other) for other in range(world_size) if problems[other] == text)
         where = "" if text == problems[0] else f"on rank {ranks}: "
         print(f"zero3.train: {where}{text}", file=sys.stderr, flush=True)
-    store.set("told", "")
+    ready = not any(problems)
+    store.set("ready", "yes" if ready else "no")
     # This rank may serve the store, so it ends last.
     store.wait([f"heard/{other}" for other in range(1, world_size)])
-    return not any(problems)
+    return ready
 
 
 def end_with_parent() -> None:
@@ -258,6 +259,7 @@ def tell_failure(error: Exception, ranks: Ranks, store: dist.Store) -> int:
     happened = "failed" if first else "failed too"
     if consequence:
         happened = "ends as a consequence"
+        brief = f"rank {ranks.rank}: " in line
     if not first:
         # torchrun also reports the rank that ends first.
         time.sleep(CAUSE_S)
