@@ -44,6 +44,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ LEAVES = (torch.Tensor, int, float, str, type(None))
 _ROW = 4
 # In the place of the kind: the sender has failed.
 _FAULT = -1
+# How long to wait for the rank that has failed first to say why.
+_CAUSE_WAIT = timedelta(seconds=5)
 
 
 @dataclass
@@ -219,11 +222,11 @@ class Channels:
         description = pickle.loads(self._descriptions[action[:2]])
         return pytree.tree_map_only(torch.Tensor, arrived, description)
 
-    def fail(self, text: str) -> str:
+    def fail(self, text: str, knows: bool = True) -> str:
         """
         ### Tell the other stages that this rank has failed, and return the first error of all ranks
 
-        * `text` is the error of this rank
+        * `text` is the error of this rank; it `knows` unless another rank's failure caused it
 
         The other stages receive the news in the place of tensors. Ranks that wait in a collective
         are told elsewhere. All of them find the first error in the store of the process group.
@@ -231,7 +234,10 @@ class Channels:
         first = text
         with suppress(RuntimeError, ValueError):
             group: Any = self.control.process_group
-            first = group.get_group_store().compare_set("first error", "", text).decode()
+            store = group.get_group_store()
+            if not knows:
+                store.wait(["first error"], _CAUSE_WAIT)
+            first = store.compare_set("first error", "", text).decode()
         row = torch.tensor([_FAULT, 0, 0, 0], device="cpu")
         for to in {*range(self.line.size)} - {self.line.rank}:
             for gradients in (False, True):

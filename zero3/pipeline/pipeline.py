@@ -449,7 +449,8 @@ class Pipeline(ShardedModel):
         except BaseException as error:
             comm = self.stage_comm
             mine = f"{type(error).__name__}: {error} On rank {self.comm.global_rank}."
-            first = self.channels.fail(mine)
+            # A rank that was woken by another one's failure does not know the first error.
+            first = self.channels.fail(mine, comm.failed is None)
             # If a transfer of the stage has failed, the ranks of that stage know already.
             groups = () if comm.broken else comm.groups
             comm.give_up(f"{error}" or repr(error))
