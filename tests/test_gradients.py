@@ -195,6 +195,9 @@ def test_a_clip_that_cannot_be_right_is_refused():
         assert "rests elsewhere" in message(model.clip_grad_norm_, 1.0)
         wrong = message(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
         assert "layer 0 (Linear) has no gradient to read" in wrong and "clip_grad_norm=" in wrong
+        elsewhere = model.get_trainable_chunk()[0].grad
+        for copied in (copy.deepcopy, pickle.dumps):
+            assert "has no gradient to read" in message(copied, elsewhere)
 
 
 @pytest.mark.parametrize("offload", ["device", "cpu", "nvme"])

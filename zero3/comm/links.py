@@ -432,10 +432,11 @@ class LinkedCommunicator(Communicator):
         rows = sums.view(self.across.size, -1)  # one for each node, or one for all replicas
         if self.links.gradients:
             coded = self.links.gradients.encode(rows)
-            received = coded.expand(group.size, -1).clone()
             if group is self.across:
+                received = torch.empty_like(coded)
                 self._all_to_all(transfer, group, received, coded)
             else:
+                received = coded.repeat(group.size, 1)
                 self.gather_rows(transfer, group, received)
                 transfer.count(group, coded.nbytes)
             return received

@@ -28,7 +28,6 @@ norm by hand, `(g * g).sum()` for instance, or searches for NaN, that concerns t
 alone, and nothing notices.
 """
 
-import copy
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -81,7 +80,8 @@ class ShardGradient(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        layer = _layer(args)
+        asked = func in _NORMS or func is _UNSCALE
+        layer = _layer([*args, *(kwargs or {}).values()]) if asked else None
         if func in _NORMS and layer is not None:
             has_all = layer.comm.world_size == layer.comm.stages.size == 1
             layer.expect(has_all, "cannot give a norm", "the norm of the whole model's gradient",
@@ -96,11 +96,11 @@ class ShardGradient(torch.Tensor):
         return result
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        # A copy belongs to no shard.
-        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+        # A copy belongs to no shard. One of a gradient that is not here is an error.
+        return self.clone()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+        return self.clone().__reduce_ex__(protocol)
 
 
 class GradientElsewhere(ShardGradient):

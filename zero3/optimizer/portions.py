@@ -273,7 +273,7 @@ class Portion:
         """
         views = self.in_file.wait() if self.in_file is not None else {}
         master = self._current_master(views, stale)
-        if master is not self.master:
+        if master.data_ptr() != self.master.data_ptr():
             self.put_master(master)
         for known, name, view in self._moments(state, views):
             if not known[name].numel():
@@ -331,7 +331,7 @@ class Portion:
         """
         #### Every moment in the file: its piece's states, its name in them, its view of the buffer
         """
-        for piece in self.pieces:
+        for piece in self.pieces if views else ():
             known = state.get(piece.param, {})
             for name, value in known.items():
                 if name in views and isinstance(value, torch.Tensor):

@@ -373,9 +373,13 @@ class Owners:
         """
         ### Replace the state of a parameter that this rank owns
         """
-        self.inner[whole.group_index].state[self.own[whole]] = {
-            key: value.to(self.stepper.device) if isinstance(value, torch.Tensor) else value
-            for key, value in state.items()}
+        known = self.inner[whole.group_index].state
+        known.pop(self.own[whole], None)
+        # Some classes take an empty state for one that is there.
+        if state:
+            known[self.own[whole]] = {
+                key: value.to(self.stepper.device) if isinstance(value, torch.Tensor) else value
+                for key, value in state.items()}
 
     def state_dict(self) -> dict[int, dict[str, object]]:
         """
