@@ -47,7 +47,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zero3.guards.moments import Guarded, guards, own_modules
 from zero3.in_flight import in_flight
@@ -61,7 +60,7 @@ CURE = ("offload the shards: from an accelerator with `offload=\"cpu\"`, or to f
 Names = Iterable[tuple[str, ...]]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Storage:
     """
     ## Storage: where a shard rests, here on the device or in CPU memory
@@ -221,7 +220,7 @@ class FlatParameter:
         # The ranges of the shard that count in the norm of the model; `None` stands for all of it
         # (see `comm/parts.py`).
         self.counted: list[slice] | None = None
-        self.shard_hooks: list[RemovableHandle] = []  # handles of hooks on the shard
+        self.has_hook = False  # on the shard, of the optimizer (see `ShardStates.place`)
         self.slots: list[Slot] = []
         offset = 0
         for param, names in params.items():

@@ -31,6 +31,7 @@ from tests.compiler.models import (
     Eager,
     Fake,
     Recurrent,
+    RootOutside,
     Stack,
     Uneven,
     Untraceable,
@@ -134,7 +135,8 @@ def test_where_hooks_add_in_another_order_graphs_are_plain_pytorch():
 MODELS = {"chain": (lambda: nn.Sequential(*(Block() for _ in range(3)), nn.Linear(WIDTH, 2)),
                     (Block, nn.Linear)),
           "breaks": (lambda: Stack(Breaks, 2), Block), "between": (BreaksBetween, Block),
-          "eager": (lambda: Stack(Eager, 2), Block), "untraceable": (Untraceable, Block),
+          "eager": (lambda: Stack(Eager, 2), Block), "root": (RootOutside, Block),
+          "untraceable": (Untraceable, Block),
           "recurrent": (Recurrent, nn.LSTM), "buffers": (lambda: Stack(Buffers), Block),
           "checkpoints": (Checkpoints, Block), "containers": (Contained, Containers)}
 

@@ -93,6 +93,8 @@ ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}
 # The options of `wrap` that are not about hooks.
 _OPTIONS = ("leaf_classes", "offload", "device", "seed", "init", "checkpoint", "mesh",
             "activations")
+# In a unit's `users`: code outside of graphs, until backward ends. No unit, because a unit leaves.
+_OUTSIDE: Any = object()
 # Dynamo says of these that they were left out on purpose.
 _OURS = ("CompiledUnit._forward_with_hooks", "CompiledUnit.fetch_for_others")
 
@@ -155,7 +157,7 @@ class CompiledUnit(Unit):
         """
         self._prepare(recompute=False)
         self.by_hooks = False
-        self.users.discard(self.root)
+        self.users.discard(_OUTSIDE)
         self.reshard()
 
     # ------------------------------------------------------------------- operations of a graph
@@ -303,7 +305,7 @@ class CompiledUnit(Unit):
         """
         if self.order.stack or in_backward() or not self.root.running:
             return super().fetch_for_others()
-        self.users.add(self.root)
+        self.users.add(_OUTSIDE)
         self.by_hooks = True
         # This layer, or the layers that share this unit.
         shares = isinstance(self.module, Together)
@@ -342,7 +344,7 @@ class CompiledUnit(Unit):
                 self.reducer.drop(unit)
                 unit.drop_full_grads()
                 unit.reshard()
-        self.users.discard(self.root)
+        self.users.discard(_OUTSIDE)
         self.hooked.clear()
         super().settle(raised)
 

@@ -117,22 +117,28 @@ class Ledger:
         """
         ### Read from files
         """
-        return sum(e.bytes for e in self.events if e.event == "read")
+        return self._bytes_of("read")
 
     @property
     def written_bytes(self) -> int:
-        return sum(e.bytes for e in self.events if e.event == "write")
+        return self._bytes_of("write")
 
     @property
     def out_bytes(self) -> int:
         """
         ### Activations that left
         """
-        return sum(e.bytes for e in self.events if e.event == "activations out")
+        return self._bytes_of("activations out")
 
     @property
     def in_bytes(self) -> int:
-        return sum(e.bytes for e in self.events if e.event == "activations in")
+        return self._bytes_of("activations in")
+
+    def _bytes_of(self, event: str) -> int:
+        """
+        #### The bytes of all events of a kind
+        """
+        return sum(e.bytes for e in self.events if e.event == event)
 
     def __enter__(self) -> "Ledger":
         self._start_s = time.perf_counter()

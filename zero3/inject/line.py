@@ -27,6 +27,7 @@ activations overlaps computation.
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -110,13 +111,11 @@ class Line:
         self._count("gather", found.nbytes, (self.size - 1) * x.nbytes)
         return found
 
-    def sizes(self, size: int) -> list[int]:
+    def sizes(self, size: int) -> tuple[int, ...]:
         """
         ### How many of `size` things each rank has, if they are split as evenly as can be
         """
-        parts = [WeightPart.of((size,), 0, place, self.size)
-                 for place in range(self.size)]
-        return [part.end - part.begin for part in parts]
+        return _sizes(size, self.size)
 
     def padded(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """
@@ -234,6 +233,15 @@ class Line:
              "mesh dimension the same rows, and the same `torch.manual_seed`", ValueError)
 
 
+@cache
+def _sizes(size: int, ranks: int) -> tuple[int, ...]:
+    """
+    #### How many of `size` things each of these ranks has; every layer asks in every pass
+    """
+    parts = [WeightPart.of((size,), 0, place, ranks) for place in range(ranks)]
+    return tuple(part.end - part.begin for part in parts)
+
+
 def _check_ties(model: nn.Module, patterns: dict[nn.Module, Any]) -> None:
     """
     #### Refuse weights that a split module shares with a module that is not split
@@ -333,11 +341,11 @@ class Border:
         """
         return param
 
-    def sizes(self, x: torch.Tensor, dim: int) -> list[int]:
+    def sizes(self, x: torch.Tensor, dim: int) -> tuple[int, ...]:
         """
         ### How much each rank has along a dimension of which `x` is this rank's part
         """
-        return [x.shape[dim]] * self.line.size
+        return (x.shape[dim],) * self.line.size
 
 
 def identity(x: torch.Tensor) -> torch.Tensor:

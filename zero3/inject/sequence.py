@@ -207,7 +207,7 @@ class SequenceBorder(Border):
         """
         return self.line.border.enter(param) if param.requires_grad else param
 
-    def sizes(self, x: torch.Tensor, dim: int) -> list[int]:
+    def sizes(self, x: torch.Tensor, dim: int) -> tuple[int, ...]:
         """
         ### How many positions each rank has
         """
@@ -313,6 +313,7 @@ class PartialDropout(Replacement):
     p: float
     border: Border
     dim: int
+    all_or_none = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """

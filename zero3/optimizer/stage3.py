@@ -635,6 +635,10 @@ class Zero3Optimizer(Stepper):
         if used:
             self.regroup()
         self.owners.step(used, factor)
+        # The others, of the last groups, are stepped now.
+        count = len(self.inner.param_groups)
+        pieces = {states: [piece for piece in stepped if piece.group_index < count]
+                  for states, stepped in pieces.items()}
         batches = self._batches([states for states in pieces if any(used.get(states, [True]))])
         for i, batch in enumerate(batches):
             # If states rest in files, one buffer is being written, one has the states of this

@@ -157,10 +157,11 @@ class ShardStates:
         self.flat.sink = None if stays else self
         if not isinstance(storage, InFile):
             self.shard.__class__ = nn.Parameter if self.shard_is_master else CountedShard
-            if not self.flat.shard_hooks:
+            if not self.flat.has_hook:
                 # A weak reference, because shard and hook would keep each other alive forever.
                 hook = partial(_before_accumulation, weakref.ref(self.flat))
-                self.flat.shard_hooks = [self.shard.register_hook(hook)]
+                self.shard.register_hook(hook)
+                self.flat.has_hook = True
         # Cut it where the param group changes.
         self.repartition(self.group_indices, {})
         self.synced_version = self.shard._version
@@ -336,10 +337,11 @@ class ShardStates:
         """
         #### An old piece, a part of one with its states, or a new one
         """
-        param = nn.Parameter(portion.master[inside(portion.where, where)])
         for piece in portion.pieces:
             if piece.where == where:
                 return piece
+        param = nn.Parameter(portion.master[inside(portion.where, where)])
+        for piece in portion.pieces:
             old = piece.where
             if old.start <= where.start and where.stop <= old.stop and piece.param in state:
                 part = slice(where.start - old.start, where.stop - old.start)

@@ -63,6 +63,7 @@ all units. A write through `.data` of a persistent unit's shard is seen only aft
 
 import weakref
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -186,6 +187,9 @@ class StandIn(nn.Module):
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.module
 
     def __bool__(self) -> bool:
         # Otherwise Python would ask for the length.
@@ -335,8 +339,9 @@ class Unit(StandIn, Zero3Layer):
         """
         ### Unshard (all-gather)
         """
-        # If it has stayed full, it may have gradients in flight. Finish those first.
-        self.reducer.finish(self)
+        if self.is_fetched:
+            # It may have gradients in flight. Finish those first.
+            self.reducer.finish(self)
         super().fetch_params()
 
     @property
@@ -611,8 +616,8 @@ class TracedOrder(Schedule):
         """
         missing = [unit for unit in wanted if not unit.is_here]
         if missing and self.bucket_numel:
-            missing += [unit for unit in _unused(upcoming) if not unit.is_here]
-            bucket = _first(missing, self.bucket_numel)
+            following = (unit for unit in _unused(upcoming) if not unit.is_here)
+            bucket = _first(chain(missing, following), self.bucket_numel)
             while not self._fits([*wanted, *bucket],
                                  sum(unit.numel for unit in bucket)):
                 bucket.pop()
