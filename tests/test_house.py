@@ -47,9 +47,9 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 941, "beside": 458, "checkpoint": 1199, "comm": 965, "compiler": 962, "compression":
-        788, "estimate": 690, "guards": 535, "inject": 721, "offload": 919, "optimizer": 1207,
-        "pipeline": 786, "train": 921, "whole_model": 859}
+MOST = {"": 941, "beside": 458, "checkpoint": 1237, "comm": 966, "compiler": 962, "compression":
+        788, "estimate": 690, "guards": 535, "inject": 721, "offload": 919, "optimizer": 1210,
+        "pipeline": 791, "train": 923, "whole_model": 859}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1499
 MOST_ANY = 290
