@@ -145,17 +145,15 @@ class Testbed:
                     process.start()
                     processes.append(process)
                     theirs.close()
-                answers, failed = launch._answers(pipes, timeout_s)
+                answers = launch._answers(pipes, timeout_s)
                 # Those that have answered leave by themselves, together.
                 for process in processes:
-                    process.join(timeout=0 if failed else 5)
+                    process.join(timeout=5)
             finally:
                 for process in processes:
                     process.kill()
                     process.join()
-        if failed:
-            raise AssertionError(launch.report(failed))
-        return [answers[rank] for rank in range(self.world_size)]
+        return answers
 
     def link_bytes(self) -> list[Traffic]:
         """

@@ -431,7 +431,7 @@ def test_after_a_rank_is_killed_the_same_command_goes_on_and_nobody_sees_it_in_t
     """
     From the newest checkpoint, without a word from us: losses, text and bytes are those of a run
     that nobody disturbed. Breaks where a second start begins anew, or loses the curve.
-    Proves I10, `Job.begin`, `take_up`, `look_for_checkpoint`, `save_run`, `checkpoints`.
+    Proves I10, `Job.begin`, `take_up`, `look_for_checkpoint`, `Job.save`, `checkpoints`.
     """
     process = started(tmp_path, *LONG, "--save-every", "7")
     folder = tmp_path / "checkpoints"

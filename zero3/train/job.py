@@ -36,7 +36,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zero3 import commit_name
-from zero3.checkpoint.save_load import load
+from zero3.checkpoint.save_load import load, save
 from zero3.comm.encodings import Encoding, Int4, Int8
 from zero3.comm.links import Links
 from zero3.compression.clean import table
@@ -55,15 +55,16 @@ from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.optimizer.whole import GroupBy, Matrices, Options
 from zero3.train import compressed, gpt, report
 from zero3.train.run import (
+    OPTIONS,
     Ranks,
     Run,
     agree,
+    checkpoints,
     end_with_parent,
     fresh_store,
     measured,
     option,
     progress,
-    save_run,
     signals,
     take_up,
     tell_failure,
@@ -403,8 +404,7 @@ class Job:
         if tape.events:
             self.finish(tape)
             if self.args.save_every or begun or self.saves_end:
-                where = save_run(self.model, self.optimizer, self.args, self.run)
-                self.ranks.say(f"saved {where}, the end of this run")
+                self.save(", the end of this run")
         elif len(self.run.losses) < self.args.steps:
             # A supervisor must not believe that the run is done.
             came = self.ranks.gather(self.run.came)
@@ -530,7 +530,8 @@ class Job:
             if evaluates:
                 self.evaluate(show)
             if saves:
-                self.save(ends)
+                command = "the same command" if self.args.resume == "auto" else "`--resume auto`"
+                self.save(f"; {command} resumes from there" * ends)
                 if ends:
                     break
             losses = []
@@ -584,14 +585,18 @@ class Job:
     def tokens(self, steps: int) -> int:
         return self.args.batch * self.args.seq_len * steps
 
-    def save(self, ends: bool) -> None:
+    def save(self, then: str) -> None:
         """
-        ### Save a checkpoint, and say how to resume from it if the run ends here
+        ### Save a checkpoint, and say so
+
+        * `then` are words on what comes then
         """
-        where = save_run(self.model, self.optimizer, self.args, self.run)
-        command = "the same command" if self.args.resume == "auto" else "`--resume auto`"
-        how = f"; {command} resumes from there" if ends else ""
-        self.ranks.say(f"step {len(self.run.losses)}: saved {where}{how}")
+        run = self.run
+        extra = {"options": {name: getattr(self.args, name) for name in OPTIONS},
+                 "losses": run.losses, "held_out": run.held_out, "train_s": run.train_s}
+        where = save(checkpoints(self.args), self.model, self.optimizer, step=len(run.losses),
+                     extra=extra).wait()
+        self.ranks.say(f"step {len(run.losses)}: saved {where}{then}")
 
     def finish(self, tape: Ledger) -> None:
         """

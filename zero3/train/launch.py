@@ -79,17 +79,16 @@ def run(worker: Callable | str, world_size: int | None = None, *args: object, de
             process.start()
             theirs.close()
             processes[mine] = process
-        failed = ["no answer was read"]
         try:
-            answers, failed = _answers(list(processes), timeout_s)
-        finally:
+            answers = _answers([*processes], timeout_s)
+            # Those that have answered leave by themselves, together.
             for process in processes.values():
-                # After a failure the others may wait for the lost rank for ever.
-                process.join(timeout=0 if failed else 5)
+                process.join(timeout=5)
+        finally:
+            # After a failure the others may wait for the lost rank for ever.
+            for process in processes.values():
                 process.kill()
-    if failed:
-        raise AssertionError(report(failed))
-    return [answers[rank] for rank in range(world_size)]
+    return answers
 
 
 def my_device() -> torch.device:
@@ -128,9 +127,11 @@ def report(failed: list[str]) -> str:
     return "\n".join([*causes, *lines] if causes else failed)
 
 
-def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict, list[str]]:
+def _answers(pipes: list[connection.Connection], timeout_s: float) -> list[Any]:
     """
-    #### Wait for all ranks: results by rank, and error texts in the order of their arrival
+    #### Wait for all ranks, and return their answers in rank order
+
+    Raises `AssertionError` with the error texts in the order of their arrival.
     """
     results: dict[int, object] = {}
     failed: list[str] = []
@@ -150,7 +151,9 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> tuple[dict
         silent = ", ".join(f"rank {rank}" for rank in waiting.values())
         failed.append(f"{_CONSEQUENCE} {silent}: no answer after another rank had failed"
                       if failed else f"{silent}: no answer after {timeout_s} s")
-    return results, failed
+    if failed:
+        raise AssertionError(report(failed))
+    return [results[rank] for rank in range(len(pipes))]
 
 
 def _answer(pipe: connection.Connection, rank: int, timeout_s: float) -> tuple[bool, Any]:

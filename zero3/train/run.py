@@ -28,19 +28,19 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.store import get_all
 
 from zero3.checkpoint.reader import (
     CheckpointReader,
     clean_up_interrupted_saves,
     decode,
     lock_folder,
+    newest,
 )
-from zero3.checkpoint.save_load import newest, save
+from zero3.comm.order import all_ranks
 from zero3.estimate.ledger import Ledger, disk_bytes, held_bytes
 from zero3.guards.command_line import one_line
 from zero3.guards.options import expect
-from zero3.layer import Zero3Sequential
-from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.train.launch import is_consequence
 
 # Two runs with the same values of these resume each other's checkpoints.
@@ -93,29 +93,19 @@ class Ranks:
             torch.cuda.set_device(self.device)
         if self.world_size == 1:
             return
-        with self.waits("the connections"):
+        # Ranks share the cores.
+        torch.set_num_threads(1)
+        try:
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo", store=store, rank=self.rank,
                 world_size=self.world_size, timeout=timedelta(seconds=timeout_s),
                 # With it NCCL does not guess a GPU in a barrier.
                 device_id=self.device if on_gpu else None)
-        # Ranks share the cores.
-        torch.set_num_threads(1)
-
-    @contextlib.contextmanager
-    def waits(self, what: str) -> Iterator[None]:
-        """
-        ### Name the thing that this rank waited for, if the other ranks do not answer
-
-        Raises `RuntimeError`.
-        """
-        try:
-            yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self.rank}: the other ranks are lost. Expected: their part of {what}. "
-                f"Got: {error}. What to do: look for the first error on another rank, and start "
-                "again; raise --timeout if a rank may be busy for longer.") from error
+                f"rank {self.rank}: the other ranks are lost. Expected: their connections. Got: "
+                f"{error}. What to do: look for the first error on another rank, and start again; "
+                "raise --timeout if a rank may be busy for longer.") from error
 
     def rows(self, batch: torch.Tensor) -> torch.Tensor:
         """
@@ -142,11 +132,7 @@ class Ranks:
         """
         ### The `thing` of each rank, in rank order (all-gather; all ranks must call it)
         """
-        things = [thing] * self.world_size
-        if self.world_size > 1:
-            with self.waits("an exchange of small things"):
-                dist.all_gather_object(things, thing)
-        return things
+        return all_ranks().gather(thing)
 
 
 def fresh_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
@@ -199,25 +185,21 @@ def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
 
     * `problem` is the error text of this rank, or empty
 
-    The ranks talk through the store. Rank 0 prints the problems, each one once. The other ranks
-    return after that, or torchrun would end rank 0.
+    The ranks talk through the store. Rank 0 prints the problems, each one once.
     """
     # A store takes UTF-8 only, and a path may have other bytes.
-    store.set(f"problem/{rank}", one_line(problem))
-    if rank:
-        ready = store.get("ready") == b"yes"
-        store.set(f"heard/{rank}", "")
-        return ready
-    problems = [store.get(f"problem/{other}").decode() for other in range(world_size)]
-    for text in filter(None, dict.fromkeys(problems)):
-        ranks = ", ".join(str(other) for other in range(world_size) if problems[other] == text)
-        where = "" if text == problems[0] else f"on rank {ranks}: "
-        print(f"zero3.train: {where}{text}", file=sys.stderr, flush=True)
-    ready = not any(problems)
-    store.set("ready", "yes" if ready else "no")
-    # This rank may serve the store, so it ends last.
-    store.wait([f"heard/{other}" for other in range(1, world_size)])
-    return ready
+    store.set(f"problem{rank}", one_line(problem))
+    problems = [text.decode() for text in get_all(store, rank, "problem", world_size)]
+    if not rank:
+        for text in filter(None, dict.fromkeys(problems)):
+            ranks = ", ".join(str(i) for i, each in enumerate(problems) if each == text)
+            where = "" if text == problems[0] else f"on rank {ranks}: "
+            print(f"zero3.train: {where}{text}", file=sys.stderr, flush=True)
+    # The others leave after that, or torchrun would end rank 0. Rank 0 leaves last, because it may
+    # serve the store.
+    store.set(f"told{rank}", "")
+    get_all(store, rank, "told", world_size)
+    return not any(problems)
 
 
 def end_with_parent() -> None:
@@ -407,11 +389,3 @@ def checkpoints(args: Namespace) -> Path:
     """
     return Path(args.out) / "checkpoints"
 
-
-def save_run(model: Zero3Sequential, optimizer: Zero3Optimizer, args: Namespace, run: Run) -> Path:
-    """
-    ## Save a checkpoint of the run, and return its folder
-    """
-    extra = {"options": {name: getattr(args, name) for name in OPTIONS}, "losses": run.losses,
-             "held_out": run.held_out, "train_s": run.train_s}
-    return save(checkpoints(args), model, optimizer, step=len(run.losses), extra=extra).wait()
