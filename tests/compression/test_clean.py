@@ -4,6 +4,7 @@
 The oracle is the compressed model, and a reader of safetensors that knows nothing of this package.
 """
 
+import copy
 import json
 from itertools import combinations, product
 
@@ -81,7 +82,7 @@ def test_a_file_is_as_small_as_the_bits_say_and_gives_the_same_weights(pruned, q
     with, to the bit, and so does the cleaned model. Breaks if a code is off by one, or if a pruned
     element is stored.
     Proves `write`, `Stored`, `Stored.__init__`, `clean.Plan.__init__`, `stored.store`,
-    `Stored.forward`, `About`, `Grid.codes`, `clean.Plan`, `Plan.store`, `Plan.release`.
+    `Stored.forward`, `Grid.codes`, `clean.Plan`, `Plan.store`, `Plan.release`.
     """
     if pruned is None and quantised is None:
         return
@@ -216,6 +217,28 @@ def test_a_model_without_cut_shapes_has_the_same_outputs_to_the_bit():
     clean(plain)
     assert torch.equal(whole(x), expected)
     assert isinstance(plain[0][0].parametrizations.weight[0], Stored)
+
+
+def test_a_cleaned_copy_leaves_the_original_compressed():
+    """
+    A copy shares the classes of its modules, from which torch removes the parametrized weights.
+    Breaks if the original has no weights afterwards, or is cleaned too.
+    Proves `clean`, `Plan.release`.
+    """
+    plain = nn.Sequential(*layers())
+    compress(plain, EVERYTHING)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x in batches(6):
+        step(plain, optimizer, x)
+    expected = plain(x)
+    twin = copy.deepcopy(plain)
+    clean(twin)
+    assert torch.equal(twin(x), expected) and torch.equal(plain(x), expected)
+    step(plain, optimizer, x)
+    assert torch.equal(twin(x), expected) and not torch.equal(plain(x), expected)
+    expected = plain(x)
+    clean(plain)
+    assert torch.equal(plain(x), expected)
 
 
 class Three(nn.Module):

@@ -42,21 +42,21 @@ stages. Each rank has the whole model while it cleans it. Inputs in 8 bits are m
 """
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero3.compression.compress import named_modules
 from zero3.compression.freeing import Compressed
-from zero3.compression.stored import About, Stored, store, unpack
+from zero3.compression.stored import Stored, store, unpack
 from zero3.compression.weights import (
     Grid,
     Method,
@@ -71,10 +71,11 @@ from zero3.offload.tensors import save_tensors
 from zero3.optimizer.stage3 import plain_paths
 from zero3.sharded import ShardedModel, comm_of
 
-Parts = dict[str, dict[str, torch.Tensor]]
 # Which rows and which columns of a weight are left, bool, or a slice for all.
 Cut = list[torch.Tensor | slice]
 ALL = slice(None)
+# Of a stored weight, as the file names them.
+PARTS = ("codes", "mask", "scales", "zeros")
 _SIZES = (("out_features", "out_channels", "nf", "embedding_dim"),
           ("in_features", "in_channels", "nx", "num_embeddings"))
 
@@ -94,16 +95,17 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     modules = named_modules(model)
     if trained is not None:
         take_over(modules[""], trained)
-    plans = {name: Plan(module) for name, module in modules.items() if _methods(module)}
+    plans = {name: Plan(name, module) for name, module in modules.items() if _methods(module)}
     expect(bool(plans), "clean", "a model with compressed weights", "none, or a model that is "
            "clean already", "call `compress` with the rules that it was trained with")
     cuts = _cuts(modules)
     for plan in plans.values():
         plan.release()
     for name, cut in cuts.items():
-        _cut(name, modules[name], cut, plans.get(name))
-    for name, plan in plans.items():
-        plan.store(name)
+        plan = plans.get(name) or Plan(name, modules[name])
+        plan.cut(cut)
+    for plan in plans.values():
+        plan.store()
 
 
 @torch.no_grad()
@@ -146,19 +148,21 @@ def _methods(module: Weighted) -> list[Method]:
 
 class Plan:
     """
-    ## What becomes of one compressed weight
+    ## What becomes of one weight
     """
 
-    def __init__(self, module: Weighted):
+    def __init__(self, name: str, module: Weighted):
         """
-        ### Look at a compressed weight
+        ### Look at a weight, compressed or not
         """
+        self.name = name
         self.module = module
         self.kept: torch.Tensor | None = None  # which elements are stored; `None` for all
         self.grid: Grid | None = None  # what the weight is rounded to
-        weight = module.parametrizations.weight.original
+        methods = _methods(module)
+        weight = module.parametrizations.weight.original if methods else module.weight
         # In the order of training.
-        for method in _methods(module):
+        for method in methods:
             if isinstance(method, PrunedElements) and method.count:
                 self.kept = method.kept()
             if isinstance(method, Quantised):
@@ -172,34 +176,52 @@ class Plan:
         """
         ### Make the weight, and the bias, plain parameters
         """
-        for hook in self.module.parametrizations.weight[0].hooks:
+        module = self.module
+        for hook in module.parametrizations.weight[0].hooks:
             hook.remove()
+        # torch removes the weight from the class, which a copy of the module shares.
+        kind = type(module)
+        module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
         # The bias first, because its mask is that of the weight.
-        for name in reversed([*self.module.parametrizations]):
-            parametrize.remove_parametrizations(self.module, name)
+        for name in reversed([*module.parametrizations]):
+            parametrize.remove_parametrizations(module, name)
 
-    def cut(self, name: str, cut: Cut) -> None:
+    def cut(self, cut: Cut) -> None:
         """
-        ### Cut the mask and the grid of the weight
+        ### Leave rows and columns out of a plain weight, its bias, and the sizes of its module
         """
+        module = self.module
+        weight = module.weight
         if self.kept is not None:
             self.kept = _select(self.kept, cut)
-        if self.grid is None:
-            return
-        scales = self.grid.scales
+        if self.grid is not None:
+            self.grid = self._cut_grid(self.grid, cut)
+        module.weight = nn.Parameter(_select(weight.detach(), cut), weight.requires_grad)
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            module.bias = nn.Parameter(bias.detach()[cut[axes(module)[0]]], bias.requires_grad)
+        for axis, attributes in zip(axes(module), _SIZES, strict=True):
+            for attribute in attributes:
+                if hasattr(module, attribute):
+                    setattr(module, attribute, module.weight.shape[axis])
+
+    def _cut_grid(self, grid: Grid, cut: Cut) -> Grid:
+        """
+        #### Leave out the scales of rows and groups that go
+        """
         weight = self.module.weight
-        width = weight.numel() // len(scales)
+        width = weight.numel() // len(grid.scales)
         # For each element the number of its scale, cut as the elements are.
-        numbers = torch.arange(len(scales), device=scales.device).repeat_interleave(width)
+        numbers = torch.arange(len(grid.scales), device=weight.device).repeat_interleave(width)
         numbers = _select(numbers.view(weight.shape), cut)
         left, counts = numbers.flatten().unique_consecutive(return_counts=True)
         width = min(width, numbers[0].numel())
-        expect(bool((counts == width).all()), f"clean: `{name}`", "columns that go together with "
-               "all that share a scale", "some of a group",
+        expect(bool((counts == width).all()), f"clean: `{self.name}`", "columns that go together "
+               "with all that share a scale", "some of a group",
                "leave `group` out, or let it divide the width of a head")
-        self.grid = replace(self.grid, scales=scales[left], zeros=self.grid.zeros[left])
+        return replace(grid, scales=grid.scales[left], zeros=grid.zeros[left])
 
-    def store(self, name: str) -> None:
+    def store(self) -> None:
         """
         ### Store the weight in its bits, if that is less
         """
@@ -207,9 +229,9 @@ class Plan:
             return
         weight = self.module.weight.detach()
         stored, codes = store(weight, self.kept, self.grid)
-        expect(torch.equal(stored(codes), weight), f"clean: `{name}`", "codes of the weight that "
-               f"was trained, {weight.dtype}", "others, or NaN", "convert the model to fp32 first",
-               RuntimeError)
+        expect(torch.equal(stored(codes), weight), f"clean: `{self.name}`", "codes of the weight "
+               f"that was trained, {weight.dtype}", "others, or NaN", "convert the model to fp32 "
+               "first", RuntimeError)
         _put(self.module, codes, stored)
 
 
@@ -297,26 +319,6 @@ def _select(weight: torch.Tensor, cut: Cut) -> torch.Tensor:
     return weight[cut[0]][:, cut[1]]
 
 
-def _cut(name: str,
-         module: Weighted,
-         cut: Cut,
-         plan: Plan | None) -> None:
-    """
-    #### Cut a layer, whose weight is a plain parameter now
-    """
-    if plan is not None:
-        plan.cut(name, cut)
-    weight = module.weight
-    module.weight = nn.Parameter(_select(weight.detach(), cut), weight.requires_grad)
-    bias = getattr(module, "bias", None)
-    if bias is not None:
-        module.bias = nn.Parameter(bias.detach()[cut[axes(module)[0]]], bias.requires_grad)
-    for axis, attributes in zip(axes(module), _SIZES, strict=True):
-        for attribute in attributes:
-            if hasattr(module, attribute):
-                setattr(module, attribute, module.weight.shape[axis])
-
-
 # ---------------------------------------------------------------------------------- file and table
 
 
@@ -333,13 +335,13 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     modules = named_modules(model)
     expect(not any(map(_methods, modules.values())), "write", "a cleaned model", "a compressed "
            "one", "call `clean` first")
-    weights = {_file_name(prefix, "").removesuffix("."): module.about
+    weights = {_file_name(f"{prefix}.").strip("."): module.about
                for prefix, module in modules.items() if isinstance(module, Stored)}
     numbers = {f"{prefix}.{key}": value for prefix, module in modules.items()
                for key, value in vars(module).items()
                if type(value) is int and not key.startswith("_")}
-    tensors = {name: tensor.detach().clone().contiguous()
-               for name, _, _, tensor in _tensors(modules)}
+    tensors = {_file_name(name): tensor.detach().clone().contiguous()
+               for name, tensor in _tensors(modules).items()}
     save_tensors(Path(path), tensors,
                  {"zero3": json.dumps({"weights": weights, "numbers": numbers})})
 
@@ -355,63 +357,51 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     Raises `ValueError` if the file is not one of `write`, or if it has other names than the model.
     """
     modules = named_modules(model)
-    weights, numbers, parts = _open(path)
-    places = {name: (module, key, tensor) for name, module, key, tensor in _tensors(modules)}
-    expect(parts.keys() == places.keys(), f"read: {path}", "the names of the model",
-           f"others, {sorted(parts.keys() ^ places.keys())}", "build the model as it was before "
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    expect("zero3" in metadata, f"read: {path}", "a file of `write`", "another one", "pass such a "
+           "file; `load_state_dict` loads plain tensors")
+    about = json.loads(metadata["zero3"])
+    weights = about["weights"]
+    stored = {f"{weight}.{part}" for weight in weights for part in PARTS}
+    there = {*weights, *(tensors.keys() - stored)}
+    places = {_file_name(place): (place, old) for place, old in _tensors(modules).items()}
+    expect(there == places.keys(), f"read: {path}", "the names of the model",
+           f"others, {sorted(there ^ places.keys())}", "build the model as it was before "
            "`compress`; if inputs are rounded, call `compress` with the rules of inputs alone")
-    for name, (module, key, old) in places.items():
-        found = {part: tensor.to(old.device) for part, tensor in parts[name].items()}
+    for name, (place, old) in places.items():
+        prefix, _, key = place.rpartition(".")
+        module = modules[prefix]
         if name in weights:
-            _put(module, found.pop("codes"), Stored(weights[name], **found))
+            parts = {part: tensors[f"{name}.{part}"].to(old.device) for part in PARTS
+                     if f"{name}.{part}" in tensors}
+            _put(module, parts.pop("codes"), Stored(weights[name], **parts))
+        elif isinstance(old, nn.Parameter):
+            setattr(module, key, nn.Parameter(tensors[name].to(old.device), old.requires_grad))
         else:
-            is_param = isinstance(old, nn.Parameter)
-            setattr(module, key,
-                    nn.Parameter(found[""], old.requires_grad) if is_param else found[""])
-    for name, number in numbers.items():
+            setattr(module, key, tensors[name].to(old.device))
+    for name, number in about["numbers"].items():
         prefix, _, key = name.rpartition(".")
         if hasattr(modules.get(prefix), key):
             setattr(modules[prefix], key, number)
 
 
-def _open(path: str | Path) -> tuple[dict[str, About], dict[str, int], Parts]:
+def _tensors(modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
     """
-    #### The weights, the numbers and the parts of each tensor in a file
+    #### The tensors of a model that are saved, each module's once
     """
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
-    expect("zero3" in metadata, f"read: {path}", "a file of `write`", "another one", "pass such a "
-           "file; `load_state_dict` loads plain tensors")
-    about = json.loads(metadata["zero3"])
-    weights = about["weights"]
-    parts: Parts = {}
-    for name, tensor in load_file(path).items():
-        weight, _, part = name.rpartition(".")
-        if weight in weights:
-            parts.setdefault(weight, {})[part] = tensor
-        else:
-            parts[name] = {"": tensor}
-    return weights, about["numbers"], parts
+    saved = modules[""].state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in saved.items()
+            if name.rpartition(".")[0] in modules and isinstance(tensor, torch.Tensor)}
 
 
-def _tensors(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+def _file_name(name: str) -> str:
     """
-    #### The tensors of a file: name, module, the name there, tensor
+    #### `0.parametrizations.weight.0.scales` is `0.weight.scales` in a file
     """
-    for prefix, module in modules.items():
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and key not in module._non_persistent_buffers_set:
-                yield _file_name(prefix, key), module, key, tensor
-
-
-def _file_name(prefix: str, key: str) -> str:
-    """
-    #### `0.parametrizations.weight.0` and `scales` are `0.weight.scales`
-    """
-    before, is_stored, after = prefix.partition("parametrizations.")
-    if not is_stored:
-        return f"{prefix}.{key}".strip(".")
-    return f"{before}{after.partition('.')[0]}.{'codes' if key == 'original' else key}"
+    plain = re.sub(r"parametrizations\.(\w+)\.(\d+\.)?", r"\1.", name)
+    return plain if plain == name else re.sub("original$", "codes", plain)
 
 
 @dataclass(frozen=True)
