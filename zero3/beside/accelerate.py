@@ -47,7 +47,7 @@ is saved right only if its model went through `prepare` too.
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,17 +176,16 @@ class Accelerator(accelerate.Accelerator):
         return [each.optimizer for each in self._optimizers
                 if isinstance(each, Prepared) and each.optimizer.scaled]
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """
         ### Hold back the gradients of a micro-batch: `Zero3Optimizer.no_sync`
 
         `accumulate` calls this for all micro-batches but the last one.
         """
         optimizer = self._optimizer_of(model)
-        with (optimizer.no_sync() if isinstance(optimizer, Zero3Optimizer)
-              else super().no_sync(model)):
-            yield
+        if isinstance(optimizer, Zero3Optimizer):
+            return optimizer.no_sync()
+        return super().no_sync(model)
 
     def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """
@@ -369,16 +368,11 @@ class Prepared(AcceleratedOptimizer):
     scheduler does not advance then.
     """
 
-    was_skipped = False
-
     def step(self, closure: Any = None) -> None:
         """
         ### Step, if this was the last micro-batch
         """
         before = self.optimizer.skipped_steps
         super().step(closure)
-        self.was_skipped = self.optimizer.skipped_steps > before
-
-    @property
-    def step_was_skipped(self) -> bool:
-        return self.was_skipped
+        # The answer of `step_was_skipped`.
+        self._is_overflow = self.optimizer.skipped_steps > before
