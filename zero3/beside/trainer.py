@@ -130,14 +130,12 @@ class Trainer(transformers.Trainer):
         if self.optimizer is None:
             make, options = (self.optimizer_cls_and_kwargs
                              or self.get_optimizer_cls_and_kwargs(self.args, self.model))
-            self.optimizer = Zero3Optimizer(self.model, make, group_by=self._options_of, **options)
+            # Norms and biases do not decay.
+            decay = self.args.weight_decay
+            self.optimizer = Zero3Optimizer(
+                self.model, make, **options,
+                group_by=lambda name, _: {"weight_decay": decay * (name in self.decays)})
         return self.optimizer
-
-    def _options_of(self, name: str, param: nn.Parameter) -> dict[str, float]:
-        """
-        #### The weight decay of a parameter: none for norms and biases
-        """
-        return {"weight_decay": self.args.weight_decay if name in self.decays else 0.0}
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """
