@@ -753,7 +753,7 @@ def sent(limit, bucket_bytes):
     others = dist.get_world_size() - 1
     measured = [("gather" if e.event == "fetch" else "reduce", e.sent_bytes) for e in tape.events
                 if e.event in ("fetch", "reduce")]
-    predicted = [(each.action, each.sent_bytes) for each in model.communication(graphs)]
+    predicted = model.communication(graphs)
     total = sum(model.numel.values())
     kept = sum(model.numel[name] for name in graphs.kept)
     formula = (3 * total - kept) * others // (others + 1) * 4
@@ -766,7 +766,7 @@ def test_a_step_sends_what_its_graphs_say():
     """
     Order and bytes of each collective, read from the graphs and measured by a ledger; their sum, by
     the formula of the chapter; and full elements, counted and measured.
-    Proves I4, I7, `communication`, `model.Sent`, `CompiledUnit.gather`, `CompiledUnit.release`,
+    Proves I4, I7, `communication`, `CompiledUnit.gather`, `CompiledUnit.release`,
     `CompiledUnit.begin_reduce`, `CompiledUnit.finish_reduce`, `Graphs`.
     """
     for several in run(sent_within, 3):

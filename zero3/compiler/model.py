@@ -56,7 +56,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -349,15 +349,6 @@ class CompiledUnit(Unit):
         super().settle(raised)
 
 
-class Sent(NamedTuple):
-    """
-    ## One communication of a step
-    """
-
-    action: str  # "gather" or "reduce"
-    sent_bytes: int  # by each rank
-
-
 class CompiledModel(Zero3Model):
     """
     ## A compiled model
@@ -514,23 +505,24 @@ class CompiledModel(Zero3Model):
             for unit in self.units:
                 unit.packs = None
 
-    def communication(self, graphs: Graphs) -> list["Sent"]:
+    def communication(self, graphs: Graphs) -> list[tuple[str, int]]:
         """
         ### What a rank sends in a step with these graphs, in order
+
+        Returns "gather" or "reduce", and the bytes that each rank sends.
         """
         others = self.comm.world_size - 1
-        nodes = find(graphs.forward, gather)
-        if graphs.backward is not None:
-            nodes += find(graphs.backward, gather, reduce)
         found = []
-        for node in nodes:
-            flats = [flat for name in layers_of(node) for flat in self.engine.layers[name].flats]
-            if node.target is gather:
-                own_bytes = sum(flat.shard.nbytes for flat in flats)
-            else:
-                own_bytes = sum(len(flat.shard) * flat.shard.grad_dtype.itemsize
-                                for flat in flats if flat.trains)
-            found.append(Sent(getattr(node.target, "__name__", ""), others * own_bytes))
+        for graph in filter(None, (graphs.forward, graphs.backward)):
+            for node in find(graph, gather, reduce):
+                flats = [flat for name in layers_of(node)
+                         for flat in self.engine.layers[name].flats]
+                if node.target is gather:
+                    own_bytes = sum(flat.shard.nbytes for flat in flats)
+                else:
+                    own_bytes = sum(len(flat.shard) * flat.shard.grad_dtype.itemsize
+                                    for flat in flats if flat.trains)
+                found.append((getattr(node.target, "__name__", ""), others * own_bytes))
         return found
 
     def _warn_of_breaks(self) -> None:

@@ -191,16 +191,15 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
     kept: list[str] = []
     for gathered in find(backward, gather):
         (layer,) = layers_of(gathered)
-        released = [node for node in find(forward, release) if layer in layers_of(node)]
-        if not released:
-            continue
+        # Forward gathers all layers, so it releases this one.
+        (released,) = (node for node in find(forward, release) if layer in layers_of(node))
         # Behind its release, forward has the elements of this layer too.
-        more = [full + numel[layer] * (node > released[0])
+        more = [full + numel[layer] * (node > released)
                 for node, full in zip(forward.nodes, full_numel(forward, numel), strict=True)]
         if max(*more, *full_numel(backward, numel, [*kept, layer])) > limit:
             break
         kept.append(layer)
-        forward.erase_node(released[0])
+        forward.erase_node(released)
         backward.erase_node(gathered)
     return forward, backward, kept
 
