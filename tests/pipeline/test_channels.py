@@ -141,7 +141,7 @@ def dies_in_a_stage():
 def test_a_rank_that_dies_ends_the_others():
     """
     They raise an error that says what is lost, and wait for nothing.
-    Proves I10, `Channels._land`, `Channels._isend`, `Channels._recv`.
+    Proves I10, `Channels._isend`, `Channels._recv`, `Channels._explained`.
     """
     with pytest.raises(AssertionError) as error:
         run(dies_in_a_stage, 4, fresh=True)
