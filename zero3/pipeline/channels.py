@@ -60,9 +60,7 @@ from zero3.pipeline.schedules import KINDS, Action
 Tree = Any
 # What they may have besides.
 LEAVES = (torch.Tensor, int, float, str, type(None))
-# Numbers of 8 bytes in an announcement: kind, stage, micro-batch, length of a description.
-_ROW = 4
-# In the place of the kind: the sender has failed.
+# In the place of the kind in an announcement: the sender has failed.
 _FAULT = -1
 # How long to wait for the rank that has failed first to say why.
 _CAUSE_WAIT = timedelta(seconds=5)
@@ -187,7 +185,7 @@ class Channels:
         failed, or does something else.
         """
         gradients = action.is_gradient
-        row = torch.empty(_ROW, dtype=torch.int64, device="cpu")
+        row = torch.empty(4, dtype=torch.int64, device="cpu")
         self._recv(row, source, self.control, gradients)
         kind, stage, micro_batch, length = row.tolist()
         where = f"rank {self.line.global_rank}: {action.kind}, {action.where}"
