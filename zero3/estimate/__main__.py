@@ -80,5 +80,4 @@ def check_args(args: argparse.Namespace) -> None:
         within("--layers", args.layers, 1, MOST_LAYERS)
 
 
-if __name__ == "__main__":
-    main()
+main()
