@@ -80,4 +80,5 @@ def check_args(args: argparse.Namespace) -> None:
         within("--layers", args.layers, 1, MOST_LAYERS)
 
 
-main()
+if __name__ == "__main__":
+    main()
