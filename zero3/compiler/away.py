@@ -141,8 +141,7 @@ class StatesAway:
 
         While they leave, the optimizer still has them.
         """
-        for part in self.parts:
-            yield part.copy.near
+        yield from [part.copy.near for part in self.parts]
 
     def _enter(self, phase: str) -> None:
         """

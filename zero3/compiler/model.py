@@ -355,7 +355,6 @@ class CompiledModel(Zero3Model):
     """
 
     unit_class = CompiledUnit
-    run: Callable[..., Any]
 
     def __init__(self, *args: Any, backend: str, limit_numel: int | None, bucket_bytes: int,
                  unit_bytes: int, offload_states_bytes: int, is_chain: bool):
@@ -433,7 +432,7 @@ class CompiledModel(Zero3Model):
                   for name, unit in self.engine.layers.items()
                   for i, slot in enumerate(unit.slots())}
         backend = partial(graphs_of, places, WeakMethod(self._lower), self.engine)
-        self.run = torch.compile(self.module.__call__, backend=backend)
+        self.run: Callable[..., Any] = torch.compile(self.module.__call__, backend=backend)
 
     def _follow_optimizer(self) -> None:
         """

@@ -327,10 +327,6 @@ def move_activations(forward: fx.Graph, backward: fx.Graph) -> tuple[fx.Graph, f
     """
     forward = copied(forward)
     backward = copied(backward)
-    last_user: dict[fx.Node, fx.Node] = {}
-    for node in forward.nodes:
-        if node.op == "call_function":
-            last_user |= dict.fromkeys(node.all_input_nodes, node)
     output = forward.output_node()
     outputs: Any = [*output.args[0]]  # type: ignore[misc]
     inputs = backward.find_nodes(op="placeholder")
@@ -341,7 +337,7 @@ def move_activations(forward: fx.Graph, backward: fx.Graph) -> tuple[fx.Graph, f
         if not isinstance(node.meta["val"], torch.Tensor):
             # Only sizes are left.
             break
-        place = last_user.get(node, node)
+        place = max((user for user in node.users if user is not output), default=node)
         before = _wait_before(place)
         if before is None:
             before = place = find(forward, wait)[0]

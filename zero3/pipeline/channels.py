@@ -149,7 +149,8 @@ class Channels:
 
         * `action` is what the receiver is about to do, and `to` its place in the pipeline
 
-        Returns what has been sent, for a `Ledger`. Raises `TypeError` if the value has anything else that cannot be described.
+        Returns what has been sent, for a `Ledger`. Raises `TypeError` if the value has anything
+        that cannot be described.
         """
         # First, so that nobody waits for what cannot be sent.
         description = pickle.dumps(pytree.tree_map(self._described, value))

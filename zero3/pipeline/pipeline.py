@@ -478,7 +478,6 @@ class _Batch:
         self.waiting = deque(listed)  # the actions that are still to come
         self.optimizer = optimizer
         self.stages = pipeline.stages
-        self.channels = pipeline.channels
         if pipeline.stage_comm.broken:
             raise RuntimeError(pipeline.stage_comm.broken)
         self.parts = pipeline.cut(x, y, "evaluate" if optimizer is None else "train")
@@ -583,13 +582,14 @@ class _Batch:
         there = Action(action.kind.replace("send", "receive"),
                        self._partner(action),
                        action.micro_batch)
-        return self.channels.send(there, there.stage % self.pipeline.ranks, value)
+        return self.pipeline.channels.send(there, there.stage % self.pipeline.ranks, value)
 
     def _receive(self, action: Action) -> Tree:
         """
         #### Wait for what another rank sends for this action
         """
-        return self.channels.receive(action, self._partner(action) % self.pipeline.ranks)
+        return self.pipeline.channels.receive(action,
+                                              self._partner(action) % self.pipeline.ranks)
 
     def _partner(self, action: Action) -> int:
         """
