@@ -378,9 +378,7 @@ class Step:
         self.messages = 0
         self.transfers = 0
         self.waiting: list[StepLayer] = []  # layers of the bucket that is being filled
-        self.in_flight: list[StepLayer] = []  # layers of the bucket that is being reduced
-        self.packed_bytes = 0  # of their gradients, packed side by side
-        self.receive_bytes = 0
+        self.ending: list[int] = []  # what the end of the reduce in flight allocates and frees
 
     def add(self, nbytes: int) -> None:
         """
@@ -450,38 +448,37 @@ class Step:
         `Zero3Optimizer` packs gradients of one data type into one message.
         """
         self.finish_reduce()
-        self.in_flight = layers
         if layers is self.waiting:
             self.waiting = []
         shards = [s for layer in layers for s in layer.shards if s.trains]
         row_bytes = sum(s.grad_bytes for s in shards)
         widths = Counter(s.grad_width for s in shards)
         self.send(row_bytes, len(widths) if self.packs else len(shards))
+        # Gradients of one data type are packed side by side.
         packed = [s.grad_bytes for s in shards if self.packs and widths[s.grad_width] > 1]
-        self.packed_bytes = self.world_size * sum(packed)
+        packed_bytes = self.world_size * sum(packed)
         # NCCL adds the gradients by itself.
-        self.receive_bytes = self.world_size * row_bytes if self.receives else 0
-        self.add(self.packed_bytes + self.receive_bytes)
+        receive_bytes = self.world_size * row_bytes if self.receives else 0
+        self.add(packed_bytes + receive_bytes)
+        self.ending = [-packed_bytes]
+        for layer in layers:
+            if self.world_size == 1:
+                # The full gradient becomes the shard's, so the two are never there together.
+                self.ending.append(layer.new_grad_bytes - layer.full_grad_bytes)
+            else:
+                self.ending += [layer.new_grad_bytes, -layer.full_grad_bytes]
+            layer.has_full_grad = False
+            # The next micro-batch adds to it.
+            layer.new_grad_bytes = 0
+        self.ending.append(-receive_bytes)
 
     def finish_reduce(self) -> None:
         """
         #### The bucket in flight is reduced: its shards have gradients, and its buffers are freed
         """
-        if not self.in_flight:
-            return
-        self.add(-self.packed_bytes)
-        for layer in self.in_flight:
-            if self.world_size == 1:
-                # The full gradient becomes the shard's, so the two are never there together.
-                self.add(layer.new_grad_bytes - layer.full_grad_bytes)
-            else:
-                self.add(layer.new_grad_bytes)
-                self.add(-layer.full_grad_bytes)
-            layer.has_full_grad = False
-            # The next micro-batch adds to it.
-            layer.new_grad_bytes = 0
-        self.add(-self.receive_bytes)
-        self.in_flight = []
+        for nbytes in self.ending:
+            self.add(nbytes)
+        self.ending = []
 
 
 def data_parallel(layers: list[LayerSpec],
