@@ -42,8 +42,8 @@ and why.
 **What it gains.** Small layers gain time, because a graph runs with less Python than hooks. Large
 ones gain little on a CPU.
 
-**Run this**: `python -m zero3.compiler` prints the graphs of a small model; `make bench
-ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with `torch.compile`.
+**Run this**: `make bench ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with
+`torch.compile`.
 
 **Not covered, and what that costs**: `persist_below_numel` of `wrap`. If backward never
 comes, layers that stayed full wait for the next forward pass to free them. Layers that `compress`
@@ -69,7 +69,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zero3.comm.collectives import Communicator
 from zero3.compiler.away import StatesAway, leaving
 from zero3.compiler.engines import Eager, Inductor
-from zero3.compiler.graph import find, full_numel, gather, layers_of, picture, reduce
+from zero3.compiler.graph import find, full_numel, gather, layers_of, reduce
 from zero3.compiler.passes import gathered, improve, move_activations, offload_states
 from zero3.compiler.trace import Graphs, Place, graphs_of
 from zero3.flat import Slot, own_modules
@@ -622,21 +622,3 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
                    offload_states_bytes=offload_states_bytes, is_chain=layer_classes is None)
     return wrap(  # type: ignore[return-value]
         model, layer_classes or (), max_live_numel=limit_numel, kind=kind, **options)
-
-
-def main() -> None:
-    """
-    ## Trace a chain of four small layers, and print what each pass makes of its graphs
-
-    Each layer has four elements, and eight may be full at once.
-    """
-    layers = [nn.Linear(2, 2, bias=False) for _ in range(4)]
-    model = compile(nn.Sequential(*layers), backend="aot_eager", limit_numel=8)
-    model(torch.ones(1, 2)).sum().backward()
-    (graphs,) = model.graphs
-    for name, forward, backward in graphs.steps:
-        assert backward is not None
-        kept = [] if name in ("traced", "insert") else graphs.kept
-        print(f"\n{name}, forward\n{picture(forward, model.numel)}")
-        print(f"\n{name}, backward\n{picture(backward, model.numel, kept)}")
-    print(f"\n{model.report()}")

@@ -29,7 +29,7 @@ there, `prefetch` proactive prefetching, and `offload_states` adaptive offloadin
 [SimpleFSDP](https://arxiv.org/abs/2411.00284) calls `bucket` bucketing and `sink` reordering.
 `move_activations` has activations leave (see `offload/activations.py`).
 
-**Run this**: `python -m zero3.compiler` prints a small model's graphs after each pass.
+**Run this**: `notebooks/11_compiler.ipynb` prints the graphs of a small GPT before and after them.
 
 **Not covered, and what that costs**: the passes count elements and not time. Each layer is gathered
 once in a graph: if a model uses a weight at its beginning and at its end, it stays full in between.

@@ -28,7 +28,7 @@ views again. Between forward and backward a rank then holds, of a layer that is 
 
 $$\text{activations} \;+\; \lceil P_\ell / N \rceil \text{ elements}$$
 
-**Run this**: `python -m zero3.compiler` prints the traced graphs first.
+**Run this**: `python -m pytest tests/compiler/test_compiler.py -k "weights or errors"`.
 
 **Not covered, and what that costs**: a model that returns a weight, or a view of one. It returns
 the freed parameter, and its first use raises an error.
