@@ -126,10 +126,11 @@ class Pipeline(ShardedModel):
         line = Communicator(groups_of(mesh["pipeline"]))
         self.ranks = line.group.size
         self.place = line.group.rank
-        told: dict[str, object] = {f"`{name}`": (tuple(p.shape), p.dtype) for p, names
-                                   in names_of(layers).items() for name in names}
-        told |= {"number of layers": len(layers), "`stages`": stages, "`per_rank`": per_rank,
-                 "`schedule`": schedule, "`micro_batches`": micro_batches, "`gathers`": gathers}
+        told: dict[str, object] = {
+            **{f"`{name}`": (tuple(p.shape), p.dtype)
+               for p, names in names_of(layers).items() for name in names},
+            "number of layers": len(layers), "`stages`": stages, "`per_rank`": per_rank,
+            "`schedule`": schedule, "`micro_batches`": micro_batches, "`gathers`": gathers}
         same(f"rank {line.global_rank}: the pipeline", line.ranks, line.gather(told),
              "build it alike on all ranks", ValueError)
         plan = Plan(layers, self.ranks, stages or balanced(layers, self.ranks * per_rank))
