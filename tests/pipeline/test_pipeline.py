@@ -302,7 +302,7 @@ def compositions(total, parts):
 
 def test_a_plan_knows_tied_weights_and_who_keeps_them():
     """
-    Proves `Plan.__init__`, `Plan.own`, `holder`.
+    Proves `stages.Plan.__init__`, `Plan.own`, `holder`.
     """
     layers = gpt(0, torch.double)
     plan = Plan(layers, 2, [2, 3])
