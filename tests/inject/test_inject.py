@@ -174,7 +174,7 @@ def test_injected_models_have_the_losses_and_gradients_of_plain_ones(which):
     In fp64, and in fp32 with a tolerance for rounding.
     Breaks if a forward or a gradient is another function.
     Proves `attention`, `Attention`, `Attention.forward`, `rms_norm`, `RMSNorm`, `swiglu`, `SwiGLU`,
-    `_GatedProduct`, `_Norm`, `cross_entropy`, `CrossEntropy`, `CrossEntropy.forward`.
+    `_GatedProduct`, `_Norm`, `cross_entropy`, `CrossEntropy`, `CrossEntropy.forward`, `_all`.
     """
     for dtype, rounding in ((torch.double, 0.0), (torch.float32, 1e-5)):
         model, listed, tolerance = make(which, dtype=dtype)

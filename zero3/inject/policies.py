@@ -71,8 +71,8 @@ def attention(*more: type) -> Policy:
     For labml's `MultiHeadAttention`, and the classes `more` with its forward. Within 1e-5 of the
     written-out forward in fp32, and 1e-12 in fp64.
     """
-    kinds = ("labml_nn.transformers.mha.MultiHeadAttention", *more)
-    return Policy("attention", Attention, dict.fromkeys(kinds, {}))
+    return Policy("attention", Attention,
+                  _all("labml_nn.transformers.mha.MultiHeadAttention", *more))
 
 
 class Attention(Replacement):
@@ -120,7 +120,7 @@ def rms_norm(*more: type) -> Policy:
     For Llama's norm and its copies, and the classes `more` with its forward and its attributes
     `weight` and `variance_epsilon`. Within 1e-6 of the written-out one in fp32.
     """
-    return Policy("rms_norm", RMSNorm, dict.fromkeys((*NORMS, *more), {}))
+    return Policy("rms_norm", RMSNorm, _all(*NORMS, *more))
 
 
 class RMSNorm(Replacement):
@@ -172,7 +172,7 @@ def swiglu(*more: type) -> Policy:
     `more` have the forward of Llama's. Same values in forward, and gradients within 1e-6 in fp32.
     """
     like_llama = _GATED[f"{MODELS}.llama.modeling_llama.LlamaMLP"]
-    return Policy("swiglu", SwiGLU, {**_GATED, **dict.fromkeys(more, like_llama)})
+    return Policy("swiglu", SwiGLU, {**_GATED, **_all(*more, **like_llama)})
 
 
 class SwiGLU(Replacement):
@@ -229,7 +229,7 @@ def cross_entropy(*more: type, rows: int = 1024) -> Policy:
     expect(whole(rows, 1), "policies.cross_entropy: `rows`", "a whole number of at least 1",
            repr(rows), "pass such a number, or leave it out")
     return Policy("cross_entropy", CrossEntropy,
-                  dict.fromkeys((*_LANGUAGE_MODELS, *more), {"rows": rows}))
+                  _all(*_LANGUAGE_MODELS, *more, rows=rows))
 
 
 class CrossEntropy(Replacement):
@@ -303,3 +303,10 @@ def tensor_parallel(mesh: DeviceMesh, more: Mapping[str | type, Pattern] | None 
     patterns = {**PATTERNS, **(STREAMS if sequence else {}), **(more or {})}
     replaces = {kind: {"pattern": each, "line": line} for kind, each in patterns.items()}
     return Policy("tensor_parallel", Split, replaces, line.prepare)
+
+
+def _all(*kinds: str | type, **options: Any) -> dict[str | type, Mapping[str, Any]]:
+    """
+    #### The same options for modules of all of these classes
+    """
+    return dict.fromkeys(kinds, options)

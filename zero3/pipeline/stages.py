@@ -37,7 +37,6 @@ from collections.abc import Container, Iterable
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from zero3.guards.options import expect
