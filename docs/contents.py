@@ -222,7 +222,6 @@ FURTHER = (
         ("zero3/pipeline/pipeline.py",
          "`Pipeline`: train a model in sharded stages"),
         ("zero3/pipeline/__init__.py", "its public name"),
-        ("zero3/pipeline/__main__.py", "its command line"),
         ("notebooks/10_pipeline.ipynb", "How often does a stage have to be gathered?")),
     chapter(
         "Compiler",
@@ -234,7 +233,6 @@ FURTHER = (
          "who computes between two communications"),
         ("zero3/compiler/away.py", "optimizer states that leave the device"),
         ("zero3/compiler/model.py", "`compile`: a sharded model that runs as graphs"),
-        ("zero3/compiler/__main__.py", "its command line"),
         ("notebooks/11_compiler.ipynb", "How many gathers does a step really need?")),
     chapter(
         "Injection",

@@ -108,7 +108,7 @@ def compiled(limit):
     model = compile(make_model(), backend="aot_eager", limit_numel=limit, bucket_bytes=0)
     found = train(model)
     (graphs,) = model.graphs
-    sent = [(each.action, each.sent_bytes) for each in model.communication(graphs)]
+    sent = model.communication(graphs)
     steps = {name: (in_short(forward, model.numel, []),
                     in_short(backward, model.numel, graphs.kept if i > 1 else []))
              for i, (name, forward, backward) in enumerate(graphs.steps)}

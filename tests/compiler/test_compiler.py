@@ -6,7 +6,6 @@ NaN when they are released.
 """
 
 import gc
-import runpy
 import warnings
 import weakref
 from functools import partial
@@ -61,7 +60,6 @@ from zero3.compiler.graph import (
     layers_of,
     linked,
     parameter,
-    picture,
     readers,
     reduce,
     refuse_old,
@@ -686,17 +684,6 @@ def test_every_limit_is_used_and_kept():
     assert counts == sorted(counts, reverse=True) and counts[0] == 7 and counts[-1] == 4
 
 
-def test_a_picture_has_a_line_for_each_operation():
-    """
-    Proves `picture`, `_line`, `_viewed`.
-    """
-    text = picture(insert(chain_graphs("ab")[0]), FOUR)
-    lines = [line.split(None, 1) for line in text.splitlines()[1:]]
-    assert [line[0] for line in lines] == ["10"] * 8
-    assert [line[1].split("(")[0].split(" = ")[-1] for line in lines] == [
-        "gather", "wait", "mm", "release"] * 2
-
-
 def test_a_view_is_one_even_if_its_declaration_does_not_say_so():
     """
     A layer whose view is taken for a copy would be freed too early. Proves `is_view`.
@@ -753,7 +740,7 @@ def sent(limit, bucket_bytes):
     others = dist.get_world_size() - 1
     measured = [("gather" if e.event == "fetch" else "reduce", e.sent_bytes) for e in tape.events
                 if e.event in ("fetch", "reduce")]
-    predicted = [(each.action, each.sent_bytes) for each in model.communication(graphs)]
+    predicted = model.communication(graphs)
     total = sum(model.numel.values())
     kept = sum(model.numel[name] for name in graphs.kept)
     formula = (3 * total - kept) * others // (others + 1) * 4
@@ -766,7 +753,7 @@ def test_a_step_sends_what_its_graphs_say():
     """
     Order and bytes of each collective, read from the graphs and measured by a ledger; their sum, by
     the formula of the chapter; and full elements, counted and measured.
-    Proves I4, I7, `communication`, `model.Sent`, `CompiledUnit.gather`, `CompiledUnit.release`,
+    Proves I4, I7, `communication`, `CompiledUnit.gather`, `CompiledUnit.release`,
     `CompiledUnit.begin_reduce`, `CompiledUnit.finish_reduce`, `Graphs`.
     """
     for several in run(sent_within, 3):
@@ -1095,15 +1082,18 @@ def test_new_shapes_are_compiled_again_and_counted():
     torch.compiler.reset()
 
 
-def test_the_command_prints_the_graphs_after_each_pass(capsys):
+def test_the_report_counts_what_the_graphs_have_after_each_pass():
     """
-    With a limit of two layers five gathers are left of eight; each pass has a heading. Breaks if a
-    pass has no name, or if the report counts other gathers than the graphs have.
-    Proves `model.main`.
+    With a limit of two layers five gathers are left of eight; each pass has a name. Breaks if the
+    report counts other gathers than the graphs have.
+    Proves `improve`, `Graphs.line`, `CompiledModel.report`.
     """
-    runpy.run_module("zero3.compiler", run_name="__main__")
-    text = capsys.readouterr().out
-    for name in ("traced", "insert", "keep", "prefetch", "sink"):
-        assert f"{name}, forward" in text and f"{name}, backward" in text
-    assert text.endswith("forward 4 gathers, 0 reduces, at most 8 full elements; backward 1 "
-                         "gathers, 4 reduces, at most 8 full elements; kept for backward: 3, 2\n")
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(4)]
+    model = compile(nn.Sequential(*layers), backend="aot_eager", limit_numel=8)
+    model(torch.ones(1, 2)).sum().backward()
+    (graphs,) = model.graphs
+    assert [name for name, *_ in graphs.steps] == ["traced", "insert", "keep", "prefetch", "sink"]
+    assert model.report().endswith("forward 4 gathers, 0 reduces, at most 8 full elements; "
+                                   "backward 1 gathers, 4 reduces, at most 8 full elements; kept "
+                                   "for backward: 3, 2")
+    torch.compiler.reset()

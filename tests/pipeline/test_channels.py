@@ -141,7 +141,7 @@ def dies_in_a_stage():
 def test_a_rank_that_dies_ends_the_others():
     """
     They raise an error that says what is lost, and wait for nothing.
-    Proves I10, `Channels._land`, `Channels._isend`, `Channels._recv`.
+    Proves I10, `Channels._isend`, `Channels._recv`, `Channels._explained`.
     """
     with pytest.raises(AssertionError) as error:
         run(dies_in_a_stage, 4, fresh=True)
@@ -356,7 +356,7 @@ def norm():
 def test_a_module_in_two_stages_may_not_write_to_its_buffers():
     """
     Each rank would have running means of its own. A buffer that stays as it is may be shared.
-    Proves I6, `Plan.shared_buffers`, `Pipeline._sums_of_shared`, `Pipeline._refuse_written`.
+    Proves I6, `stages.Plan.__init__`, `Pipeline._sums_of_shared`, `Pipeline._refuse_written`.
     """
     for told in run(shared, 2, norm):
         assert "['1.num_batches_tracked', '1.running_mean', '1.running_var']" in told[0] or (

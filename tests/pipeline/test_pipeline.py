@@ -170,12 +170,12 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     `Pipeline.train_batch`, `Pipeline.eval_batch`,
     `Pipeline.full_params`, `Pipeline.named_layers`, `Pipeline.cut`, `Pipeline._run`,
     `Pipeline._build`, `Pipeline._build_tied`, `Pipeline._connect`, `Pipeline._share`,
-    `Pipeline._mean_over_ranks`, `_Batch`, `_Batch.do`, `_Batch.forward`, `_Batch.backward`,
+    `Pipeline._mean_over_ranks`, `_Batch`, `_Batch.forward`, `_Batch.backward`,
     `_Batch._loss_of`, `_Batch._hand_on`, `_Batch.send`, `_Batch.receive`, `_Batch._send`,
     `_Batch._receive`, `_Batch._partner`, `Action.is_gradient`, `_Batch.unshard`, `_Batch.reshard`,
     `_Batch.reduce`, `_Batch.send_tied`, `_Batch.receive_tied`, `_Batch.send_tied_gradient`,
     `_Batch.receive_tied_gradient`, `_trainable`, `Channels`, `Channels.send`,
-    `Channels.receive`, `Channels.end`, `Channels._recv`, `Channels._collect`, `_has_rows`, `Stage`,
+    `Channels.receive`, `Channels.end`, `Channels._recv`, `_has_rows`, `Stage`,
     `Stage.unshard`, `Stage.reshard`, `Stage.begin`, `StageLayer`, `StageLayer.hold`,
     `StageLayer.release`, `InTurn`, `untie`, `holder`, `Communicator.over_stages`, `Group.gather`,
     `actions`.
@@ -302,7 +302,7 @@ def compositions(total, parts):
 
 def test_a_plan_knows_tied_weights_and_who_keeps_them():
     """
-    Proves `Plan.shapes`, `Plan.own`, `Plan.shared_buffers`, `holder`.
+    Proves `stages.Plan.__init__`, `Plan.own`, `holder`.
     """
     layers = gpt(0, torch.double)
     plan = Plan(layers, 2, [2, 3])

@@ -312,7 +312,7 @@ def test_the_recorded_run_is_the_list(shape):
     on. Layers are gathered where the list says `unshard`, or inside each pass. Breaks if a rank did
     anything sooner or later than its list.
     Proves I6, `Pipeline.train_batch`, `actions`, `timeline`, `bubble`, `costs`, `needed`,
-    `Stage.begin`, `StageLayer._cleanup_params`, `_Batch`, `_Batch.do`.
+    `Stage.begin`, `StageLayer._cleanup_params`, `_Batch`.
     """
     p, n = shape
     tried = some(shape)
@@ -365,7 +365,7 @@ def example(gathers):
 def test_the_example_of_the_head_is_measured():
     """
     The table that opens to the byte.
-    Proves `costs`, `channels.Sent`.
+    Proves `costs`, `Channels.send`.
     """
     table = {"each": (6, 144, 24, 72, 80), "direction": (4, 96, 24, 72, 96),
              "stage": (1, 24, 24, 72, 96)}

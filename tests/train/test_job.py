@@ -132,7 +132,7 @@ def test_a_run_from_files_has_the_losses_of_one_in_memory_and_its_table_is_equal
     The main job with all its states in files: the same losses to the last bit, and six columns
     instead of three, of which those of reads and writes are measured only. Breaks where a tier
     changes a number.
-    Proves I8, `Job.build`, `Job.predicted`, `disk_bytes`, `_place`, `report.table`.
+    Proves I8, `Job.build`, `Job.predicted`, `disk_bytes`, `_Shard.place_states`, `report.table`.
     """
     run = run_job(tmp_path, "--steps", "6", "--eval-every", "3", "--sample", "5", "--prompt",
                   "Zero", "--offload-params", "nvme", "--offload-optimizer", "nvme")

@@ -91,7 +91,7 @@ class StatesAway:
         for states in optimizer.shard_states:
             if states.layer is self.layer:
                 states.away = self.back
-                self.parts += [Part(here, put, Copy(here.view(torch.uint8)))
+                self.parts += [Part(here.dtype, put, Copy(here.view(torch.uint8)))
                                for here, put in movable(states, optimizer)]
         for part in self.parts:
             part.copy.leave(self.layer)
@@ -105,8 +105,7 @@ class StatesAway:
         if self.phase == "offload":
             for part in self.parts:
                 part.copy.rest()
-                part.here = part.here.new_empty(0)
-                part.put(part.here)
+                part.put(torch.empty(0, dtype=part.dtype, device=part.copy.device))
             self._enter("vacate")
 
     def reload(self) -> None:
@@ -129,7 +128,7 @@ class StatesAway:
         self.reload()
         for part in self.parts:
             if self.phase == "reload":
-                part.put(part.copy.here().view(part.here.dtype))
+                part.put(part.copy.here().view(part.dtype))
             else:
                 part.copy.rest()
         self.phase = ""
@@ -141,8 +140,7 @@ class StatesAway:
 
         While they leave, the optimizer still has them.
         """
-        for part in self.parts:
-            yield part.copy.near
+        yield from [part.copy.near for part in self.parts]
 
     def _enter(self, phase: str) -> None:
         """
@@ -160,9 +158,9 @@ class Part:
     ## A master or a moment that moves
     """
 
-    here: torch.Tensor  # (n,) on the device; without elements while it is away
+    dtype: torch.dtype
     put: Callable[[torch.Tensor], None]  # gives the optimizer a tensor in its place
-    copy: Copy  # in pinned CPU memory
+    copy: Copy  # its memory on the device, and a copy in pinned CPU memory
 
 
 # ------------------------------------------------------------------------- the states of a layer

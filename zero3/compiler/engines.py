@@ -75,13 +75,8 @@ class Eager:
         """
         ### A function that takes a list of arguments, and empties it
         """
-        module = linked(graph, self.layers)
-
-        @torch.no_grad()
-        def call(args: list[Any]) -> Any:
-            return module(args)
-
-        call._boxed_call = True  # type: ignore[attr-defined]
+        call: Any = torch.no_grad()(linked(graph, self.layers).forward)
+        call._boxed_call = True
         return call
 
 

@@ -41,7 +41,8 @@ P_\ell \;\le\; \text{limit} \qquad \text{for each operation } t$$
 Layers that share an all-gather arrive in a packed buffer, as large as all of them (see
 `together.py`). The first `wait` for one of them takes memory for all, and frees the buffer.
 
-**Run this**: `python -m zero3.compiler` prints the graphs of a small model after each pass.
+**Run this**: `notebooks/11_compiler.ipynb` prints the graphs of a small GPT, with the full elements
+during each operation.
 
 **Not covered, and what that costs**: a graph has no branches. A model that takes another branch
 gets another graph, which is traced when that happens.
@@ -261,40 +262,3 @@ def linked(graph: fx.Graph, layers: Mapping[str, object]) -> fx.GraphModule:
         node.args = tuple(nodes[arg] if isinstance(arg, str) else arg for arg in node.args)
     graph.set_codegen(fx.graph._BoxedCodeGen())
     return fx.GraphModule(root, graph)
-
-
-def picture(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ()) -> str:
-    """
-    ## A graph in words: a line for each operation, with the full elements during it
-
-    Views and inputs are left out.
-    """
-    lines = [f"{'full':>12}  operation"]
-    for node, full in zip(graph.nodes, full_numel(graph, numel, kept), strict=True):
-        if (node.op == "call_function" and node.target is not operator.getitem
-                and not is_view(node)):
-            lines.append(f"{full:12,}  {_line(node)}")
-    return "\n".join(lines)
-
-
-def _line(node: fx.Node) -> str:
-    """
-    #### One operation as a line of Python
-    """
-    # An operation with several results has a node for each of them.
-    results = [user for user in node.users if user.target is operator.getitem] or [node]
-    name = getattr(node.target, "__name__", "").split(".")[0]
-    arguments = ", ".join(str(_viewed(arg)) for arg in node.args)
-    call = f"{name}({arguments})"
-    if not node.users:
-        return call
-    return f"{', '.join(each.name for each in results)} = {call}"
-
-
-def _viewed(arg: Any) -> Any:
-    """
-    #### The tensor that a view is a view of
-    """
-    while isinstance(arg, fx.Node) and is_view(arg):
-        arg = arg.args[0]
-    return arg

@@ -42,8 +42,8 @@ and why.
 **What it gains.** Small layers gain time, because a graph runs with less Python than hooks. Large
 ones gain little on a CPU.
 
-**Run this**: `python -m zero3.compiler` prints the graphs of a small model; `make bench
-ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with `torch.compile`.
+**Run this**: `make bench ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with
+`torch.compile`.
 
 **Not covered, and what that costs**: `persist_below_numel` of `wrap`. If backward never
 comes, layers that stayed full wait for the next forward pass to free them. Layers that `compress`
@@ -56,7 +56,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -69,7 +69,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zero3.comm.collectives import Communicator
 from zero3.compiler.away import StatesAway, leaving
 from zero3.compiler.engines import Eager, Inductor
-from zero3.compiler.graph import find, full_numel, gather, layers_of, picture, reduce
+from zero3.compiler.graph import find, full_numel, gather, layers_of, reduce
 from zero3.compiler.passes import gathered, improve, move_activations, offload_states
 from zero3.compiler.trace import Graphs, Place, graphs_of
 from zero3.flat import Slot, own_modules
@@ -349,22 +349,12 @@ class CompiledUnit(Unit):
         super().settle(raised)
 
 
-class Sent(NamedTuple):
-    """
-    ## One communication of a step
-    """
-
-    action: str  # "gather" or "reduce"
-    sent_bytes: int  # by each rank
-
-
 class CompiledModel(Zero3Model):
     """
     ## A compiled model
     """
 
     unit_class = CompiledUnit
-    run: Callable[..., Any]
 
     def __init__(self, *args: Any, backend: str, limit_numel: int | None, bucket_bytes: int,
                  unit_bytes: int, offload_states_bytes: int, is_chain: bool):
@@ -442,7 +432,7 @@ class CompiledModel(Zero3Model):
                   for name, unit in self.engine.layers.items()
                   for i, slot in enumerate(unit.slots())}
         backend = partial(graphs_of, places, WeakMethod(self._lower), self.engine)
-        self.run = torch.compile(self.module.__call__, backend=backend)
+        self.run: Callable[..., Any] = torch.compile(self.module.__call__, backend=backend)
 
     def _follow_optimizer(self) -> None:
         """
@@ -514,23 +504,24 @@ class CompiledModel(Zero3Model):
             for unit in self.units:
                 unit.packs = None
 
-    def communication(self, graphs: Graphs) -> list["Sent"]:
+    def communication(self, graphs: Graphs) -> list[tuple[str, int]]:
         """
         ### What a rank sends in a step with these graphs, in order
+
+        Returns "gather" or "reduce", and the bytes that each rank sends.
         """
         others = self.comm.world_size - 1
-        nodes = find(graphs.forward, gather)
-        if graphs.backward is not None:
-            nodes += find(graphs.backward, gather, reduce)
         found = []
-        for node in nodes:
-            flats = [flat for name in layers_of(node) for flat in self.engine.layers[name].flats]
-            if node.target is gather:
-                own_bytes = sum(flat.shard.nbytes for flat in flats)
-            else:
-                own_bytes = sum(len(flat.shard) * flat.shard.grad_dtype.itemsize
-                                for flat in flats if flat.trains)
-            found.append(Sent(getattr(node.target, "__name__", ""), others * own_bytes))
+        for graph in filter(None, (graphs.forward, graphs.backward)):
+            for node in find(graph, gather, reduce):
+                flats = [flat for name in layers_of(node)
+                         for flat in self.engine.layers[name].flats]
+                if node.target is gather:
+                    own_bytes = sum(flat.shard.nbytes for flat in flats)
+                else:
+                    own_bytes = sum(len(flat.shard) * flat.shard.grad_dtype.itemsize
+                                    for flat in flats if flat.trains)
+                found.append((getattr(node.target, "__name__", ""), others * own_bytes))
         return found
 
     def _warn_of_breaks(self) -> None:
@@ -631,21 +622,3 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
                    offload_states_bytes=offload_states_bytes, is_chain=layer_classes is None)
     return wrap(  # type: ignore[return-value]
         model, layer_classes or (), max_live_numel=limit_numel, kind=kind, **options)
-
-
-def main() -> None:
-    """
-    ## Trace a chain of four small layers, and print what each pass makes of its graphs
-
-    Each layer has four elements, and eight may be full at once.
-    """
-    layers = [nn.Linear(2, 2, bias=False) for _ in range(4)]
-    model = compile(nn.Sequential(*layers), backend="aot_eager", limit_numel=8)
-    model(torch.ones(1, 2)).sum().backward()
-    (graphs,) = model.graphs
-    for name, forward, backward in graphs.steps:
-        assert backward is not None
-        kept = [] if name in ("traced", "insert") else graphs.kept
-        print(f"\n{name}, forward\n{picture(forward, model.numel)}")
-        print(f"\n{name}, backward\n{picture(backward, model.numel, kept)}")
-    print(f"\n{model.report()}")

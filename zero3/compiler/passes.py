@@ -29,7 +29,7 @@ there, `prefetch` proactive prefetching, and `offload_states` adaptive offloadin
 [SimpleFSDP](https://arxiv.org/abs/2411.00284) calls `bucket` bucketing and `sink` reordering.
 `move_activations` has activations leave (see `offload/activations.py`).
 
-**Run this**: `python -m zero3.compiler` prints a small model's graphs after each pass.
+**Run this**: `notebooks/11_compiler.ipynb` prints the graphs of a small GPT before and after them.
 
 **Not covered, and what that costs**: the passes count elements and not time. Each layer is gathered
 once in a graph: if a model uses a weight at its beginning and at its end, it stays full in between.
@@ -191,16 +191,15 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
     kept: list[str] = []
     for gathered in find(backward, gather):
         (layer,) = layers_of(gathered)
-        released = [node for node in find(forward, release) if layer in layers_of(node)]
-        if not released:
-            continue
+        # Forward gathers all layers, so it releases this one.
+        (released,) = (node for node in find(forward, release) if layer in layers_of(node))
         # Behind its release, forward has the elements of this layer too.
-        more = [full + numel[layer] * (node > released[0])
+        more = [full + numel[layer] * (node > released)
                 for node, full in zip(forward.nodes, full_numel(forward, numel), strict=True)]
         if max(*more, *full_numel(backward, numel, [*kept, layer])) > limit:
             break
         kept.append(layer)
-        forward.erase_node(released[0])
+        forward.erase_node(released)
         backward.erase_node(gathered)
     return forward, backward, kept
 
@@ -328,10 +327,6 @@ def move_activations(forward: fx.Graph, backward: fx.Graph) -> tuple[fx.Graph, f
     """
     forward = copied(forward)
     backward = copied(backward)
-    last_user: dict[fx.Node, fx.Node] = {}
-    for node in forward.nodes:
-        if node.op == "call_function":
-            last_user |= dict.fromkeys(node.all_input_nodes, node)
     output = forward.output_node()
     outputs: Any = [*output.args[0]]  # type: ignore[misc]
     inputs = backward.find_nodes(op="placeholder")
@@ -342,7 +337,7 @@ def move_activations(forward: fx.Graph, backward: fx.Graph) -> tuple[fx.Graph, f
         if not isinstance(node.meta["val"], torch.Tensor):
             # Only sizes are left.
             break
-        place = last_user.get(node, node)
+        place = max((user for user in node.users if user is not output), default=node)
         before = _wait_before(place)
         if before is None:
             before = place = find(forward, wait)[0]

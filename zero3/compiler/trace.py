@@ -28,7 +28,7 @@ views again. Between forward and backward a rank then holds, of a layer that is 
 
 $$\text{activations} \;+\; \lceil P_\ell / N \rceil \text{ elements}$$
 
-**Run this**: `python -m zero3.compiler` prints the traced graphs first.
+**Run this**: `python -m pytest tests/compiler/test_compiler.py -k "weights or errors"`.
 
 **Not covered, and what that costs**: a model that returns a weight, or a view of one. It returns
 the freed parameter, and its first use raises an error.
@@ -264,13 +264,12 @@ def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[P
     start = backward.find_nodes(op="placeholder")[-1].next
     # The parameters and all of their views, as backward makes them.
     again: dict[fx.Node, fx.Node] = {}
-    for node, place in zip(forward.find_nodes(op="placeholder"), places, strict=False):
-        if place:
-            with backward.inserting_before(start):
+    with backward.inserting_before(start):
+        for node, place in zip(forward.find_nodes(op="placeholder"), places, strict=False):
+            if place:
                 again[node] = _parameter(backward, place, node)
-    for node in forward.nodes:
-        if is_view(node) and node.args[0] in again:
-            with backward.inserting_before(start):
+        for node in forward.nodes:
+            if is_view(node) and node.args[0] in again:
                 again[node] = backward.node_copy(
                     node, lambda n: again[n] if n in again else _saved_size(forward, backward, n))
     saved = {each.name: each for each in backward.find_nodes(op="placeholder")}

@@ -30,7 +30,7 @@ papers' data types and Adam; `predict.py` uses the real layers, to the byte.
 import argparse
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -100,7 +100,7 @@ def _parts(layer: nn.Module) -> tuple[Part, ...]:
     ### The parts of a layer, those that train first
     """
     if isinstance(layer, Sharded):
-        found = [_part_of(flat, layer.comm.align_bytes) for flat in layer.flats]
+        found = [_part_of(flat, layer.comm.aligned) for flat in layer.flats]
     else:
         kinds: Counter[tuple[bool, torch.dtype]] = Counter()
         for param in layer.parameters():
@@ -109,14 +109,15 @@ def _parts(layer: nn.Module) -> tuple[Part, ...]:
     return tuple(sorted(found, key=lambda part: not part.trainable))
 
 
-def _part_of(flat: FlatParameter, align_bytes: int) -> Part:
+def _part_of(flat: FlatParameter, aligned: Callable[[int, torch.dtype], int]) -> Part:
     """
     ### The part of one flat parameter, each of whose parameters is aligned
+
+    * `aligned` rounds a number of elements up to the alignment
     """
-    width = flat.shard.element_size()
-    align_numel = max(1, align_bytes // width)
-    numel = sum(-(-slot.view.numel() // align_numel) * align_numel for slot in flat.slots)
-    return Part(numel, width, flat.shard.requires_grad, align_numel)
+    dtype = flat.shard.dtype
+    numel = sum(aligned(slot.view.numel(), dtype) for slot in flat.slots)
+    return Part(numel, dtype.itemsize, flat.shard.requires_grad, aligned(1, dtype))
 
 
 def stages(params: float, ranks: int, basis: int | str = 16) -> list[float]:

@@ -235,13 +235,14 @@ def predict(
     if states_in.fraction == 0:
         states_in = Offload()
     least_bytes = 4 if stage3 else 1
-    chain = [[_Shard(part, part.shard_numel(world_size), reduce_bytes or part.element_bytes,
-                     max(least_bytes, part.element_bytes))
+    chain = [[_Shard(part, world_size, reduce_bytes or part.element_bytes,
+                     max(least_bytes, part.element_bytes), params_in)
               for part in layer.parts]
              for layer in layers if layer.parts]
     shards = [s for layer in chain for s in layer]
     trained = [s for s in shards if s.trains]
-    _place(shards, moments, params_in, states_in, one_memory=by_messages)
+    for s in trained:
+        s.place_states(moments, states_in, one_memory=by_messages)
 
     step = Step([StepLayer(layer, world_size) for layer in chain], world_size, bucket_bytes,
                 packs=stage3, by_messages=by_messages)
@@ -256,7 +257,7 @@ def predict(
 
     in_memory = [s for s in trained if not s.state_file_bytes]
     found = Prediction(
-        param_bytes=sum(s.row_bytes for s in shards if not s.in_file),
+        param_bytes=sum(s.row_bytes for s in shards if not s.file_bytes),
         grad_bytes=sum(s.grad_bytes for s in in_memory),
         master_bytes=sum(s.master_bytes for s in in_memory if not s.is_master),
         optimizer_bytes=moments * sum(s.master_bytes for s in in_memory)
@@ -278,56 +279,54 @@ def predict(
     return replace(found, peak_bytes=found.rest_bytes + step.peak_bytes)
 
 
-@dataclass(eq=False)
 class _Shard:
     """
     ### One rank's shard of a part of a layer, and the bytes that belong to it
     """
 
-    part: Part
-    numel: int
-    grad_width: int  # bytes of an element of its gradient
-    state_width: int  # bytes of an element of its master, and of a moment
-    in_file: bool = False
-    is_master: bool = False
-    # Of the shard's file, as a layer reads it; and of that with master, moments and gradient.
-    file_bytes: int = 0
-    state_file_bytes: int = 0
+    is_master = False  # whether the optimizer steps the shard itself
+    state_file_bytes = 0  # of the file with master, moments and gradient
 
-    def __post_init__(self) -> None:
-        self.trains = self.part.trainable and self.numel > 0
-        self.row_bytes = self.numel * self.part.element_bytes
-        self.grad_bytes = self.numel * self.grad_width * self.part.trainable
-        self.master_bytes = self.numel * self.state_width
+    def __init__(self, part: Part,
+                 world_size: int,
+                 grad_width: int,
+                 state_width: int,
+                 params_in: Offload):
+        """
+        #### Its sizes, and its tier
 
+        * `grad_width` are the bytes of an element of its gradient
+        * `state_width` are those of its master, and of a moment
+        """
+        self.part = part
+        self.numel = part.shard_numel(world_size)
+        self.trains = part.trainable and self.numel > 0
+        self.grad_width = grad_width
+        self.state_width = state_width
+        self.row_bytes = self.numel * part.element_bytes
+        self.grad_bytes = self.numel * grad_width * part.trainable
+        self.master_bytes = self.numel * state_width
+        self.tier = params_in.place(self.row_bytes)
+        # Of the shard's file, if it has one, as a layer reads it.
+        self.file_bytes = whole_blocks(self.row_bytes) if self.tier == "nvme" else 0
 
-def _place(shards: list[_Shard],
-           moments: int,
-           params_in: Offload,
-           states_in: Offload,
-           one_memory: bool) -> None:
-    """
-    ### Choose a tier for each shard and for its states
+    def place_states(self, moments: int, states_in: Offload, one_memory: bool) -> None:
+        """
+        #### Choose a tier for the states of a shard that trains
 
-    * `one_memory` says that device and CPU are the same memory, as they are without a GPU
-    """
-    steps_on = "device" if states_in.tier == "device" else "cpu"
-    tiers = [params_in.place(s.row_bytes) for s in shards]
-    for s, tier in zip(shards, tiers, strict=True):
-        s.in_file = tier == "nvme"
-        s.file_bytes = whole_blocks(s.row_bytes) if s.in_file else 0
-        if not s.trains:
-            continue
-        state_bytes = (1 + moments) * s.master_bytes + s.grad_bytes
+        * `one_memory` says that device and CPU are the same memory, as they are without a GPU
+        """
+        state_bytes = (1 + moments) * self.master_bytes + self.grad_bytes
         in_file = states_in.place(state_bytes) == "nvme"
+        steps_on = "device" if states_in.tier == "device" else "cpu"
         # The optimizer steps the shard itself if it has the right data type and is at hand.
-        at_hand = in_file if s.in_file else one_memory or tier == steps_on
-        s.is_master = s.state_width == s.part.element_bytes and at_hand
+        at_hand = in_file if self.file_bytes else one_memory or self.tier == steps_on
+        self.is_master = self.state_width == self.part.element_bytes and at_hand
         if in_file:
             # A shard that is its own master and rests in memory has none in the file.
-            masters = 0 if s.is_master and not s.in_file else 1
-            s.state_file_bytes = (whole_blocks(s.master_bytes) * (moments + masters)
-                                  + whole_blocks(s.grad_bytes))
+            masters = 0 if self.is_master and not self.file_bytes else 1
+            self.state_file_bytes = (whole_blocks(self.master_bytes) * (moments + masters)
+                                     + whole_blocks(self.grad_bytes))
 
 
 def _pool_bytes(chain: list[list[_Shard]], buffers: int) -> int:
@@ -337,7 +336,7 @@ def _pool_bytes(chain: list[list[_Shard]], buffers: int) -> int:
     shards = [(i + 1, s) for layer in chain for i, s in enumerate(layer)]
     states = max((s.state_file_bytes for _, s in shards), default=0)
     params = max((s.file_bytes for _, s in shards), default=0)
-    slots = max([2, *(place for place, s in shards if s.in_file)])
+    slots = max([2, *(place for place, s in shards if s.file_bytes)])
     return sum(count * (nbytes + ALIGN_BYTES)
                for count, nbytes in ((buffers, states), (slots, params)) if nbytes)
 
@@ -379,9 +378,7 @@ class Step:
         self.messages = 0
         self.transfers = 0
         self.waiting: list[StepLayer] = []  # layers of the bucket that is being filled
-        self.in_flight: list[StepLayer] = []  # layers of the bucket that is being reduced
-        self.packed_bytes = 0  # of their gradients, packed side by side
-        self.receive_bytes = 0
+        self.ending: list[int] = []  # what the end of the reduce in flight allocates and frees
 
     def add(self, nbytes: int) -> None:
         """
@@ -410,7 +407,8 @@ class Step:
         order = [*self.chain, *self.chain[first:-1][::-1]]
         for i, following in enumerate([*order, None]):
             if following:
-                self.fetch(following)
+                self.send(following.shard_bytes, sum(s.numel > 0 for s in following.shards))
+                self.add(following.full_bytes)
             if i > 0:
                 self.compute(order[i - 1], i >= len(self.chain), reduces)
         if self.waiting:
@@ -428,13 +426,6 @@ class Step:
         self.add(-layer.full_bytes)
         if has_grad and reduces:
             self.put_into_bucket(layer)
-
-    def fetch(self, layer: StepLayer) -> None:
-        """
-        #### Start an all-gather
-        """
-        self.send(layer.shard_bytes, sum(s.numel > 0 for s in layer.shards))
-        self.add(layer.full_bytes)
 
     def put_into_bucket(self, layer: StepLayer) -> None:
         """
@@ -457,38 +448,37 @@ class Step:
         `Zero3Optimizer` packs gradients of one data type into one message.
         """
         self.finish_reduce()
-        self.in_flight = layers
         if layers is self.waiting:
             self.waiting = []
         shards = [s for layer in layers for s in layer.shards if s.trains]
         row_bytes = sum(s.grad_bytes for s in shards)
         widths = Counter(s.grad_width for s in shards)
         self.send(row_bytes, len(widths) if self.packs else len(shards))
+        # Gradients of one data type are packed side by side.
         packed = [s.grad_bytes for s in shards if self.packs and widths[s.grad_width] > 1]
-        self.packed_bytes = self.world_size * sum(packed)
+        packed_bytes = self.world_size * sum(packed)
         # NCCL adds the gradients by itself.
-        self.receive_bytes = self.world_size * row_bytes if self.receives else 0
-        self.add(self.packed_bytes + self.receive_bytes)
+        receive_bytes = self.world_size * row_bytes if self.receives else 0
+        self.add(packed_bytes + receive_bytes)
+        self.ending = [-packed_bytes]
+        for layer in layers:
+            if self.world_size == 1:
+                # The full gradient becomes the shard's, so the two are never there together.
+                self.ending.append(layer.new_grad_bytes - layer.full_grad_bytes)
+            else:
+                self.ending += [layer.new_grad_bytes, -layer.full_grad_bytes]
+            layer.has_full_grad = False
+            # The next micro-batch adds to it.
+            layer.new_grad_bytes = 0
+        self.ending.append(-receive_bytes)
 
     def finish_reduce(self) -> None:
         """
         #### The bucket in flight is reduced: its shards have gradients, and its buffers are freed
         """
-        if not self.in_flight:
-            return
-        self.add(-self.packed_bytes)
-        for layer in self.in_flight:
-            if self.world_size == 1:
-                # The full gradient becomes the shard's, so the two are never there together.
-                self.add(layer.new_grad_bytes - layer.full_grad_bytes)
-            else:
-                self.add(layer.new_grad_bytes)
-                self.add(-layer.full_grad_bytes)
-            layer.has_full_grad = False
-            # The next micro-batch adds to it.
-            layer.new_grad_bytes = 0
-        self.add(-self.receive_bytes)
-        self.in_flight = []
+        for nbytes in self.ending:
+            self.add(nbytes)
+        self.ending = []
 
 
 def data_parallel(layers: list[LayerSpec],

@@ -27,7 +27,7 @@ activations overlaps computation.
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,7 +45,7 @@ from zero3.comm.collectives import (
     reduce_scatter_single,
 )
 from zero3.comm.order import Group
-from zero3.comm.parts import WeightPart, connect
+from zero3.comm.parts import connect
 from zero3.guards.options import expect, same
 from zero3.optimizer.steps import before_steps
 from zero3.sharded import ShardedModel
@@ -114,8 +114,11 @@ class Line:
     def sizes(self, size: int) -> tuple[int, ...]:
         """
         ### How many of `size` things each rank has, if they are split as evenly as can be
+
+        As `WeightPart.of` splits them.
         """
-        return _sizes(size, self.size)
+        ends = [size * place // self.size for place in range(self.size + 1)]
+        return tuple(end - begin for begin, end in pairwise(ends))
 
     def padded(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """
@@ -231,15 +234,6 @@ class Line:
         told = {"inputs (their checksums)": inputs, "random numbers (their checksum)": numbers}
         same("tensor_parallel", self.group.ranks, self.group.gather(told), "give all ranks of this "
              "mesh dimension the same rows, and the same `torch.manual_seed`", ValueError)
-
-
-@cache
-def _sizes(size: int, ranks: int) -> tuple[int, ...]:
-    """
-    #### How many of `size` things each of these ranks has; every layer asks in every pass
-    """
-    parts = [WeightPart.of((size,), 0, place, ranks) for place in range(ranks)]
-    return tuple(part.end - part.begin for part in parts)
 
 
 def _check_ties(model: nn.Module, patterns: dict[nn.Module, Any]) -> None:

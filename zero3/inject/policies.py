@@ -51,7 +51,6 @@ from zero3.inject.patterns import MODELS, NORMS, PATTERNS, STREAMS
 from zero3.inject.replace import Policy, Replacement
 from zero3.inject.tensor import Pattern, Split
 
-_ATTENTION = ("labml_nn.transformers.mha.MultiHeadAttention",)
 # The linear layers of a gate, of the values that it gates, and of the output.
 _GATED: Mapping[str | type, Any] = {
     "labml_nn.transformers.feed_forward.FeedForward": {
@@ -72,7 +71,8 @@ def attention(*more: type) -> Policy:
     For labml's `MultiHeadAttention`, and the classes `more` with its forward. Within 1e-5 of the
     written-out forward in fp32, and 1e-12 in fp64.
     """
-    return Policy("attention", Attention, _all(*_ATTENTION, *more))
+    return Policy("attention", Attention,
+                  _all("labml_nn.transformers.mha.MultiHeadAttention", *more))
 
 
 class Attention(Replacement):

@@ -248,9 +248,12 @@ def _problem(module: nn.Module, policy: Policy) -> str:
 def become(module: nn.Module, by: type[Replacement], **options: Any) -> None:
     """
     ## Put a replacement in front of the class of a module that no policy names
+
+    No policy can be added to such a module later.
     """
     kind = type(module)
-    module.__class__ = type(f"{by.__name__}({kind.__name__})", (by, kind), options)
+    module.__class__ = type(f"{by.__name__}({kind.__name__})", (by, kind),
+                            {"all_or_none": True, **options})
 
 
 def own_class(module: nn.Module) -> type:

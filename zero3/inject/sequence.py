@@ -254,7 +254,6 @@ class InStream(Replacement):
     ## A module that computes with some of the positions
     """
 
-    all_or_none = True
     border: SequenceBorder
 
 
@@ -313,7 +312,6 @@ class PartialDropout(Replacement):
     p: float
     border: Border
     dim: int
-    all_or_none = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """

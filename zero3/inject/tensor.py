@@ -132,8 +132,6 @@ class Split(Replacement):
     all_or_none = True
     line: Line
     pattern: Pattern
-    border: Border
-    whole_values: dict[str, int]  # of the numbers that are divided
 
     @classmethod
     def problem(cls, module: nn.Module) -> str:
@@ -154,6 +152,7 @@ class Split(Replacement):
             self.pattern.stream.begin(self, self.line)
         self.border = self.line.border_of(self)
         parts = [*self.pattern.parts(self)]
+        # Of the numbers that are divided.
         self.whole_values = {name: value for name in self.pattern.divided
                              if (value := _attribute(self, name)) is not None}
         for name, value in self.whole_values.items():
@@ -189,12 +188,9 @@ class Weights(Replacement):
     ## A layer that has parts of its weights
     """
 
-    all_or_none = True
     stands_for: type[nn.Module] = nn.Linear
     uneven = False
-    line: Line
     border: Border
-    parts: dict[str, WeightPart]
     weight: torch.Tensor
     bias: torch.Tensor | None
 
@@ -219,7 +215,7 @@ class Weights(Replacement):
         ### Keep this rank's part of each of these parameters
         """
         self.line = line
-        self.parts = {}
+        self.parts: dict[str, WeightPart] = {}
         for name, (dim, blocks) in dims.items():
             whole = self.get_parameter(name)
             part = WeightPart.of(whole.shape, dim, line.place, line.size, blocks)

@@ -43,15 +43,15 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from zero3.comm.order import Group, node_of, timeout_of
+from zero3.comm.order import Counted, Group, node_of, timeout_of
 from zero3.guards.options import expect, same
 from zero3.in_flight import in_flight
 from zero3.pipeline.schedules import KINDS, Action
@@ -60,24 +60,10 @@ from zero3.pipeline.schedules import KINDS, Action
 Tree = Any
 # What they may have besides.
 LEAVES = (torch.Tensor, int, float, str, type(None))
-# Numbers of 8 bytes in an announcement: kind, stage, micro-batch, length of a description.
-_ROW = 4
-# In the place of the kind: the sender has failed.
+# In the place of the kind in an announcement: the sender has failed.
 _FAULT = -1
 # How long to wait for the rank that has failed first to say why.
 _CAUSE_WAIT = timedelta(seconds=5)
-
-
-@dataclass
-class Sent:
-    """
-    ## What one message has sent, for a `Ledger`
-    """
-
-    sent_bytes: int
-    between_bytes: int
-    messages: int
-    order_bytes: int  # of announcement and description
 
 
 class Channels:
@@ -102,8 +88,9 @@ class Channels:
         self.device = device
         self.control = self._group(ranks, "gloo")
         self.data = self._data_groups()
-        # The last descriptions, sent and received, by kind and stage of the receiving action.
-        self._descriptions: dict[tuple[str, int], bytes] = {}
+        # The last description by kind and stage of the receiving action: sent as bytes, received
+        # as a tree with a tensor without memory in the place of each tensor.
+        self._descriptions: dict[tuple[str, int], Any] = {}
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
 
     def _group(self, ranks: tuple[int, ...], backend: str | None) -> Group:
@@ -156,13 +143,14 @@ class Channels:
 
     def send(self, action: Action,
              to: int,
-             value: Tree) -> Sent:
+             value: Tree) -> Counted:
         """
         ### Start to send tensors
 
         * `action` is what the receiver is about to do, and `to` its place in the pipeline
 
-        Raises `TypeError` if the value has anything else that cannot be described.
+        Returns what has been sent, for a `Ledger`. Raises `TypeError` if the value has anything
+        that cannot be described.
         """
         # First, so that nobody waits for what cannot be sent.
         description = pickle.dumps(pytree.tree_map(self._described, value))
@@ -174,17 +162,19 @@ class Channels:
                             dtype=torch.uint8, device="cpu")
         row = torch.tensor([KINDS.index(action.kind), *action[1:], len(told)],
                            device="cpu")
-        self._collect()
+        # Free tensors that have been received.
+        while self._leaving and self._leaving[0][0].is_completed():
+            self._leaving.popleft()
         data = self.data[action.is_gradient, self.line.rank < to]
         for group, parts in ((self.control, (row, told)), (data, tensors)):
             for tensor in parts:
                 self._isend(tensor, to, group, action.is_gradient)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         far = node_of(self.line.ranks[to]) != node_of(self.line.global_rank)
-        return Sent(nbytes,
-                    nbytes * far,
-                    len(tensors),
-                    row.nbytes + told.nbytes)
+        return SimpleNamespace(sent_bytes=nbytes,
+                               between_bytes=nbytes * far,
+                               messages=len(tensors),
+                               order_bytes=row.nbytes + told.nbytes)
 
     def receive(self, action: Action, source: int) -> Tree:
         """
@@ -196,7 +186,7 @@ class Channels:
         failed, or does something else.
         """
         gradients = action.is_gradient
-        row = torch.empty(_ROW, dtype=torch.int64, device="cpu")
+        row = torch.empty(4, dtype=torch.int64, device="cpu")
         self._recv(row, source, self.control, gradients)
         kind, stage, micro_batch, length = row.tolist()
         where = f"rank {self.line.global_rank}: {action.kind}, {action.where}"
@@ -210,7 +200,7 @@ class Channels:
         if length:
             told = torch.empty(length, dtype=torch.uint8, device="cpu")
             self._recv(told, source, self.control, gradients)
-            self._descriptions[action[:2]] = told.numpy().tobytes()
+            self._descriptions[action[:2]] = pickle.loads(told.numpy().tobytes())
 
         def arrived(like: torch.Tensor) -> torch.Tensor:
             found = torch.empty_like(like, device=self.device)
@@ -219,8 +209,7 @@ class Channels:
                        gradients)
             return found.requires_grad_(like.requires_grad)
 
-        description = pickle.loads(self._descriptions[action[:2]])
-        return pytree.tree_map_only(torch.Tensor, arrived, description)
+        return pytree.tree_map_only(torch.Tensor, arrived, self._descriptions[action[:2]])
 
     def fail(self, text: str, knows: bool = True) -> str:
         """
@@ -252,8 +241,9 @@ class Channels:
         """
         ### Wait until everything that was sent has been received
         """
-        while self._leaving:
-            self._land(self._leaving.popleft()[0])
+        with self._explained():
+            while self._leaving:
+                self._leaving.popleft()[0].wait(self.control.timeout)
 
     def _isend(self, tensor: torch.Tensor,
                to: int,
@@ -276,21 +266,14 @@ class Channels:
               group: Group,
               gradients: bool) -> None:
         """
-        #### Ask for a message, and wait until it has filled a buffer
+        #### Ask for a message, and wait until it has filled a buffer, or its time is over
         """
         if buffer.numel():
             peer = self.line.ranks[source]
             with self._explained():
-                work = dist.irecv(buffer, peer, group.process_group,
-                                  tag=int(gradients))
-            self._land(work)
-
-    def _land(self, work: Any) -> None:
-        """
-        #### Wait until a message has been sent or received, or the time of all ranks' group is over
-        """
-        with self._explained():
-            work.wait(self.control.timeout)
+                work: Any = dist.irecv(buffer, peer, group.process_group,
+                                       tag=int(gradients))
+                work.wait(self.control.timeout)
 
     def _described(self, leaf: object) -> object:
         """
@@ -308,13 +291,6 @@ class Channels:
             f"rank {self.line.global_rank}: a stage returns what cannot be sent. Expected: dense "
             f"tensors on {self.device}, numbers and texts, in tuples, lists and dicts. Got: {got}. "
             "What to do: return its tensors in a tuple or a dict, or cut the stages elsewhere.")
-
-    def _collect(self) -> None:
-        """
-        #### Free tensors that have been received
-        """
-        while self._leaving and self._leaving[0][0].is_completed():
-            self._leaving.popleft()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

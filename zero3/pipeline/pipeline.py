@@ -59,13 +59,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from zero3.comm.collectives import ALONE, Communicator
-from zero3.comm.mesh import Group, groups_of
+from zero3.comm.mesh import groups_of
+from zero3.comm.order import Counted, Group
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect, same
 from zero3.offload.activations import Activations
 from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
-from zero3.pipeline.channels import LEAVES, Channels, Sent, Tree
+from zero3.pipeline.channels import LEAVES, Channels, Tree
 from zero3.pipeline.schedules import PASSES, Action, actions
 from zero3.pipeline.stages import (
     Plan,
@@ -125,10 +126,11 @@ class Pipeline(ShardedModel):
         line = Communicator(groups_of(mesh["pipeline"]))
         self.ranks = line.group.size
         self.place = line.group.rank
-        told: dict[str, object] = {f"`{name}`": (tuple(p.shape), p.dtype) for p, names
-                                   in names_of(layers).items() for name in names}
-        told |= {"number of layers": len(layers), "`stages`": stages, "`per_rank`": per_rank,
-                 "`schedule`": schedule, "`micro_batches`": micro_batches, "`gathers`": gathers}
+        told: dict[str, object] = {
+            **{f"`{name}`": (tuple(p.shape), p.dtype)
+               for p, names in names_of(layers).items() for name in names},
+            "number of layers": len(layers), "`stages`": stages, "`per_rank`": per_rank,
+            "`schedule`": schedule, "`micro_batches`": micro_batches, "`gathers`": gathers}
         same(f"rank {line.global_rank}: the pipeline", line.ranks, line.gather(told),
              "build it alike on all ranks", ValueError)
         plan = Plan(layers, self.ranks, stages or balanced(layers, self.ranks * per_rank))
@@ -352,7 +354,7 @@ class Pipeline(ShardedModel):
         with self._together():
             while batch.waiting:
                 action = batch.waiting.popleft()
-                sent = batch.do(action)
+                sent = getattr(batch, action.kind.replace(" ", "_"))(action)
                 sender = SimpleNamespace(comm=self.comm, label=action.where)
                 self.listener.record(sender, action.kind, 0, sent)
             self._refuse_written(buffers)
@@ -464,7 +466,7 @@ class _Batch:
     """
     ## A batch on its way through the stages of this rank
 
-    Each kind of action is a method of the same name.
+    Each kind of action is a method of the same name, which returns what it has sent.
     """
 
     def __init__(self, pipeline: Pipeline,
@@ -477,7 +479,6 @@ class _Batch:
         self.waiting = deque(listed)  # the actions that are still to come
         self.optimizer = optimizer
         self.stages = pipeline.stages
-        self.channels = pipeline.channels
         if pipeline.stage_comm.broken:
             raise RuntimeError(pipeline.stage_comm.broken)
         self.parts = pipeline.cut(x, y, "evaluate" if optimizer is None else "train")
@@ -487,12 +488,6 @@ class _Batch:
         self.kept: dict[tuple[int, int], tuple[list[torch.Tensor], list[Tree]]] = {}
         self.loss = torch.zeros((), dtype=torch.double, device=pipeline.device)
         self.outputs = outputs
-
-    def do(self, action: Action) -> Sent | None:
-        """
-        ### Carry out one action of the list, and return what it has sent
-        """
-        return getattr(self, action.kind.replace(" ", "_"))(action)
 
     # ------------------------------------------------------------------------------------- compute
 
@@ -564,7 +559,7 @@ class _Batch:
                 torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
         self.values[stage, micro_batch] = value
 
-    def send(self, action: Action) -> Sent:
+    def send(self, action: Action) -> Counted:
         """
         ### Send activations to the next stage, or gradients to the one before
         """
@@ -581,20 +576,21 @@ class _Batch:
 
     receive_gradient = receive
 
-    def _send(self, action: Action, value: Tree) -> Sent:
+    def _send(self, action: Action, value: Tree) -> Counted:
         """
         #### Send something to the rank that receives it
         """
         there = Action(action.kind.replace("send", "receive"),
                        self._partner(action),
                        action.micro_batch)
-        return self.channels.send(there, there.stage % self.pipeline.ranks, value)
+        return self.pipeline.channels.send(there, there.stage % self.pipeline.ranks, value)
 
     def _receive(self, action: Action) -> Tree:
         """
         #### Wait for what another rank sends for this action
         """
-        return self.channels.receive(action, self._partner(action) % self.pipeline.ranks)
+        return self.pipeline.channels.receive(action,
+                                              self._partner(action) % self.pipeline.ranks)
 
     def _partner(self, action: Action) -> int:
         """
@@ -633,7 +629,7 @@ class _Batch:
 
     # -------------------------------------------------------------------------------- tied weights
 
-    def send_tied(self, action: Action) -> Sent:
+    def send_tied(self, action: Action) -> Counted:
         """
         ### Lend this rank's shard of the tied weights to its partner
         """
@@ -655,7 +651,7 @@ class _Batch:
             flat.shard.requires_grad_(shard.requires_grad)
             flat.storage.load().copy_(shard)
 
-    def send_tied_gradient(self, action: Action) -> Sent:
+    def send_tied_gradient(self, action: Action) -> Counted:
         """
         ### Reduce the gradient of the borrowed weights, and send it to where they are kept
 

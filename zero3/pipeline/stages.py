@@ -37,7 +37,6 @@ from collections.abc import Container, Iterable
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from zero3.guards.options import expect
@@ -159,7 +158,9 @@ class Plan:
         self.ranks = ranks
         self.counts = counts
         self._check_counts()
+        # The stage of each layer, and the rank of that stage.
         self.places = [s for s, count in enumerate(counts) for _ in range(count)]
+        self.owners = [s % ranks for s in self.places]
         self.names = names_of(layers)
         self.tied = {p: names for p, names in self.names.items()
                      if len({layer_of(name) for name in names}) > 1}
@@ -176,6 +177,13 @@ class Plan:
         self.partners = (pair[0] % ranks,
                          pair[-1] % ranks)
         self._check_weights()
+        # What each parameter is: the rank in the pipeline that keeps it, its shape and data type.
+        self.shapes = {names[0]: (self.owners[layer_of(names[0])], p.shape, p.dtype)
+                       for p, names in self.names.items()}
+        # The names of buffers that layers on several ranks share.
+        self.shared_buffers = {
+            name for names in names_of(layers, "named_buffers").values() for name in names
+            if len({self.owners[layer_of(each)] for each in names}) > 1}
 
     def _check_counts(self) -> None:
         """
@@ -200,30 +208,12 @@ class Plan:
             expect(s in kept, f"stage {s}", "weights of its own", "none",
                    "pass `stages=`, or use fewer stages")
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
-        """
-        ### What each parameter is: the rank in the pipeline that keeps it, its shape and data type
-        """
-        return {names[0]: (self.places[layer_of(names[0])] % self.ranks,
-                           p.shape,
-                           p.dtype)
-                for p, names in self.names.items()}
-
-    @property
-    def shared_buffers(self) -> set[str]:
-        """
-        ### The names of buffers that layers on several ranks share
-        """
-        return {name for names in names_of(self.layers, "named_buffers").values() for name in names
-                if len({self.places[layer_of(each)] % self.ranks for each in names}) > 1}
-
     def own(self, rank: int) -> dict[int, nn.Module]:
         """
         ### The layers of a rank, by their number in the whole model
         """
         return {i: layer for i, layer in enumerate(self.layers)
-                if self.places[i] % self.ranks == rank}
+                if self.owners[i] == rank}
 
 
 def balanced(layers: list[nn.Module], parts: int) -> list[int]:

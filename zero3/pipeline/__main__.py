@@ -1,7 +1,0 @@
-"""
-# The command line of pipelines: draw a schedule
-"""
-
-from zero3.pipeline.timeline import main
-
-main()
