@@ -84,7 +84,7 @@ MUTATIONS = [
         "keep-storage", "layer.py", "Zero3Layer._cleanup_params",
         title="The storage is not freed",
         old="""\
-            flat.free()
+            in_flight.free(flat.full)
 """,
         new="",
         breaks="I2", program="step",

@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.collectives import ALONE, Communicator
-from zero3.comm.order import Listener, Silence, all_ranks
+from zero3.comm.order import Listener, all_ranks
 from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, Slot, StorageFactory
 from zero3.guards.moments import Guarded
@@ -51,14 +51,12 @@ class Sharded(Guarded):
     layer_idx = ALONE  # its place in a chain or a model
     comm: Communicator
     reducer: Reducer
-    listener: Listener = Silence()
+    listener = Listener()
     offload: StorageFactory
     flats: list[FlatParameter]
     watch: Watch
 
-    # What to do about a parameter that is not where somebody looks for it.
-    cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
-            "build the optimizer on `get_trainable_chunk()` after wrapping")
+    # What to do about a new parameter.
     cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
                     "wrapped; and build the optimizer afterwards")
 
@@ -215,10 +213,6 @@ class Sharded(Guarded):
         for flat in self.flats:
             yield from flat.slots
 
-    @property
-    def is_alone(self) -> bool:
-        return self.layer_idx == ALONE
-
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
         ### Memory that this layer holds besides its shards and their gradients, for a `Ledger`
@@ -244,7 +238,7 @@ class ShardedModel(nn.Module, Named):
     sharded_layers: tuple[Sharded, ...]  # those that it was built with
     comm: Communicator  # of all ranks, if the model has one; a chain has that of its layers
     label = "the model"
-    listener: Listener = Silence()
+    listener = Listener()
 
     def held_tensors(self) -> Iterable[torch.Tensor | None]:
         """

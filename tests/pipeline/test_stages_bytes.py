@@ -365,7 +365,7 @@ def example(gathers):
 def test_the_example_of_the_head_is_measured():
     """
     The table that opens to the byte.
-    Proves `costs`, `channels.Sent`.
+    Proves `costs`, `Channels.send`.
     """
     table = {"each": (6, 144, 24, 72, 80), "direction": (4, 96, 24, 72, 96),
              "stage": (1, 24, 24, 72, 96)}

@@ -71,7 +71,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from zero3.comm.order import Group, Peers, Sender
+from zero3.comm.order import Counted, Group, Peers, Sender
 from zero3.guards.moments import ACTIONS, ALONE, guards
 from zero3.guards.options import expect
 from zero3.in_flight import in_flight
@@ -144,13 +144,15 @@ class Communicator(Peers):
             transfer = self.begin([self.group], [sender], "gather", pairs)
             for full, shard in pairs:
                 self._check_shard(sender, full, shard)
-                allocate(full)
+                # Allocate it. Nothing happens if it has its memory already.
+                in_flight.resize(full, full.nbytes)
+                rows = self.rows(full)  # (world_size, shard_numel)
                 # Send it from its row, so that the buffer that an offloaded shard was read into is
                 # free again.
-                mine = self.rows(full)[self.rank]
+                mine = rows[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 transfer.from_cpu |= shard.device != full.device
-                self.send(transfer, self.group, self.rows(full), mine, all_gather_single)
+                self.send(transfer, self.group, rows, mine, all_gather_single)
                 transfer.count(self.group, mine.nbytes)
             transfer.done.record()
         sender.listener.record(sender, "fetch", transfer.row[2], transfer)
@@ -264,18 +266,12 @@ class Communicator(Peers):
         rows = mine.repeat(group.size, 1)
         with self.on(self.fetch_stream):
             transfer = self.begin([group], [sender], "norm", [(rows, mine)], options)
-            self.gather_rows(transfer, group, rows)
+            self.send(transfer, group, rows, rows[group.rank], all_gather_single)
             transfer.count(group, mine.nbytes)
             transfer.done.record()
         sender.listener.record(sender, "norm", rows.nbytes, transfer)
         transfer.wait()
         return rows
-
-    def gather_rows(self, transfer: Transfer, group: Group, rows: torch.Tensor) -> None:
-        """
-        ### Start to gather the rows of a group, `(size, n)`, of which each rank has its own
-        """
-        self.send(transfer, group, rows, rows[group.rank], all_gather_single)
 
     def send(self, transfer: Transfer,
              group: Group,
@@ -533,7 +529,7 @@ class Communicator(Peers):
 
 
 @dataclass(eq=False)
-class Transfer:
+class Transfer(Counted):
     """
     ## A collective in flight
 
@@ -561,10 +557,6 @@ class Transfer:
     works: list[Any] = field(default_factory=list)
     announced: int = 0  # how many of the works, the first ones, are announcements
     landed: int = 0  # how many the next step need not wait for any more
-    sent_bytes: int = 0  # of parameters, gradients or norms, by this rank
-    between_bytes: int = 0  # those to ranks on other nodes
-    messages: int = 0
-    order_bytes: int = 0
 
     def wait(self) -> list[torch.Tensor]:
         """
@@ -659,10 +651,21 @@ class Transfer:
         """
         #### Have the current stream wait, or on the CPU this thread; or raise an error
         """
-        if not self.comm.broken and (problem := self._complete()):
-            self._give_up(problem)
         # After the first error the messages no longer fit each other.
         if self.comm.broken:
+            raise RuntimeError(self.comm.broken)
+        try:
+            self._wait_for(self.works[: self.announced])
+            # Compare before waiting for the data. If the ranks diverged, it may never come.
+            problems = (guards.diverged(self, group.ranks, group.rank, order)
+                        for group, order in self.orders)
+            problem = next(filter(None, problems), "")
+            if not problem:
+                self.go_on()
+        except (RuntimeError, ValueError) as error:
+            problem = self.comm.broken or self._problem(error)
+        if problem:
+            self._give_up(problem)
             raise RuntimeError(self.comm.broken)
 
     def _give_up(self, problem: str) -> None:
@@ -675,22 +678,6 @@ class Transfer:
         alone = self.orders[0][0] if len(self.orders) == 1 else None
         self.comm.announce_fault([group for group in self.comm.groups if group is not alone],
                                  self.sender)
-
-    def _complete(self) -> str:
-        """
-        #### Wait, and return the problem if there is one
-        """
-        try:
-            self._wait_for(self.works[: self.announced])
-            # Compare before waiting for the data. If the ranks diverged, it may never come.
-            for group, order in self.orders:
-                problem = guards.diverged(self, group.ranks, group.rank, order)
-                if problem:
-                    return problem
-            self.go_on()
-        except (RuntimeError, ValueError) as error:
-            return self.comm.broken or self._problem(error)
-        return ""
 
     def go_on(self) -> None:
         """
@@ -748,13 +735,6 @@ def named_range(name: str) -> AbstractContextManager[object]:
     Without one there is no range: to make one takes time, even if nobody records it.
     """
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
-
-
-def allocate(full: torch.Tensor) -> None:
-    """
-    #### Give a flat buffer its memory, if it has none
-    """
-    in_flight.resize(full, full.nbytes)
 
 
 def sum_of(group: Group, mine: torch.Tensor, received: torch.Tensor) -> torch.Tensor:

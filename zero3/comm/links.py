@@ -85,6 +85,7 @@ from zero3.comm.encodings import Encoding, is_encoding
 from zero3.comm.mesh import groups_of, wait_as_long
 from zero3.comm.order import Group, Sender
 from zero3.guards.options import expect
+from zero3.in_flight import in_flight
 from zero3.watch import in_backward
 
 
@@ -244,7 +245,7 @@ class LinkedCommunicator(Communicator):
             rows = []
             for full, shard in pairs:
                 self._check_shard(sender, full, shard)
-                collectives.allocate(full)
+                in_flight.resize(full, full.nbytes)
                 transfer.from_cpu |= shard.device != full.device
                 each = self._rows_of(full, exact)
                 rows.append(each)
@@ -314,7 +315,7 @@ class LinkedCommunicator(Communicator):
         """
         for each in rows:
             part = self._slice(each) if group is self.across else each.view(group.size, -1)
-            self.gather_rows(transfer, group, part)
+            self.send(transfer, group, part, part[group.rank], collectives.all_gather_single)
 
     def _arrived(self, transfer: Transfer, rows: list[torch.Tensor], keeps: bool) -> None:
         """
@@ -401,7 +402,10 @@ class LinkedCommunicator(Communicator):
             return sums, None
         with self.on(self.backup_stream):
             group = self.across if self.links.has_nodes else self.replicas
-            totals = [self._slice_row(each) for each in sums]
+            # This rank's own row of its slice, (shard_numel,). Without nodes, that is all of it.
+            totals = [each.view(self.across.size, -1)[self.across.rank] for each in sums]
+            if self.links.has_nodes:
+                totals = [total.clone() for total in totals]
             pairs = [(total, total) for total in totals]
             transfer = self.begin([group], [sender], "exchange", pairs)
             transfer.add = partial(self._add_in, group)
@@ -409,14 +413,6 @@ class LinkedCommunicator(Communicator):
                 transfer.pairs[i] = (totals[i], self._send_sums(transfer, group, each, totals[i]))
         sender.listener.record(sender, "exchange", sum(t.nbytes for t in sums), transfer)
         return totals, transfer
-
-    def _slice_row(self, sums: torch.Tensor) -> torch.Tensor:
-        """
-        #### This rank's own row of its slice, a copy: `(shard_numel,)`
-        """
-        if self.across.size == 1:
-            return sums
-        return sums.view(self.across.size, -1)[self.across.rank].clone()
 
     def _send_sums(self, transfer: Transfer,
                    group: Group,
@@ -437,7 +433,8 @@ class LinkedCommunicator(Communicator):
                 self._all_to_all(transfer, group, received, coded)
             else:
                 received = coded.repeat(group.size, 1)
-                self.gather_rows(transfer, group, received)
+                self.send(transfer, group, received, received[group.rank],
+                          collectives.all_gather_single)
                 transfer.count(group, coded.nbytes)
             return received
         received = rows.new_empty(group.size, len(total)) if self.by_messages else total

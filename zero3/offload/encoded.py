@@ -90,13 +90,6 @@ class Encoded(Storage):
                          problem, "wrap this layer with an `Offload` "
                          "without `frozen=`, or look at its weights")
 
-    @property
-    def rest_bytes(self) -> int:
-        """
-        ### Bytes that the shard takes at rest
-        """
-        return self.code.nbytes
-
     def memory(self) -> list[torch.Tensor]:
         """
         ### The code, and the decoded shard while there is one

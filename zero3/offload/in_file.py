@@ -286,13 +286,6 @@ class InFile(Storage):
 
     # As a storage of a shard.
 
-    @property
-    def rest_bytes(self) -> int:
-        """
-        ### Bytes that the shard takes at rest, in the file
-        """
-        return self.where["shard"][1]
-
     def load(self) -> torch.Tensor:
         """
         ### The shard, in a buffer: `(shard_numel,)`

@@ -43,7 +43,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -51,7 +50,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from zero3.comm.order import Group, node_of, timeout_of
+from zero3.comm.order import Counted, Group, node_of, timeout_of
 from zero3.guards.options import expect, same
 from zero3.in_flight import in_flight
 from zero3.pipeline.schedules import KINDS, Action
@@ -66,18 +65,6 @@ _ROW = 4
 _FAULT = -1
 # How long to wait for the rank that has failed first to say why.
 _CAUSE_WAIT = timedelta(seconds=5)
-
-
-@dataclass
-class Sent:
-    """
-    ## What one message has sent, for a `Ledger`
-    """
-
-    sent_bytes: int
-    between_bytes: int
-    messages: int
-    order_bytes: int  # of announcement and description
 
 
 class Channels:
@@ -156,7 +143,7 @@ class Channels:
 
     def send(self, action: Action,
              to: int,
-             value: Tree) -> Sent:
+             value: Tree) -> Counted:
         """
         ### Start to send tensors
 
@@ -181,10 +168,10 @@ class Channels:
                 self._isend(tensor, to, group, action.is_gradient)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         far = node_of(self.line.ranks[to]) != node_of(self.line.global_rank)
-        return Sent(nbytes,
-                    nbytes * far,
-                    len(tensors),
-                    row.nbytes + told.nbytes)
+        return Counted(sent_bytes=nbytes,
+                       between_bytes=nbytes * far,
+                       messages=len(tensors),
+                       order_bytes=row.nbytes + told.nbytes)
 
     def receive(self, action: Action, source: int) -> Tree:
         """

@@ -59,13 +59,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from zero3.comm.collectives import ALONE, Communicator
-from zero3.comm.mesh import Group, groups_of
+from zero3.comm.mesh import groups_of
+from zero3.comm.order import Counted, Group
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect, same
 from zero3.offload.activations import Activations
 from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
-from zero3.pipeline.channels import LEAVES, Channels, Sent, Tree
+from zero3.pipeline.channels import LEAVES, Channels, Tree
 from zero3.pipeline.schedules import PASSES, Action, actions
 from zero3.pipeline.stages import (
     Plan,
@@ -488,7 +489,7 @@ class _Batch:
         self.loss = torch.zeros((), dtype=torch.double, device=pipeline.device)
         self.outputs = outputs
 
-    def do(self, action: Action) -> Sent | None:
+    def do(self, action: Action) -> Counted | None:
         """
         ### Carry out one action of the list, and return what it has sent
         """
@@ -564,7 +565,7 @@ class _Batch:
                 torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
         self.values[stage, micro_batch] = value
 
-    def send(self, action: Action) -> Sent:
+    def send(self, action: Action) -> Counted:
         """
         ### Send activations to the next stage, or gradients to the one before
         """
@@ -581,7 +582,7 @@ class _Batch:
 
     receive_gradient = receive
 
-    def _send(self, action: Action, value: Tree) -> Sent:
+    def _send(self, action: Action, value: Tree) -> Counted:
         """
         #### Send something to the rank that receives it
         """
@@ -633,7 +634,7 @@ class _Batch:
 
     # -------------------------------------------------------------------------------- tied weights
 
-    def send_tied(self, action: Action) -> Sent:
+    def send_tied(self, action: Action) -> Counted:
         """
         ### Lend this rank's shard of the tied weights to its partner
         """
@@ -655,7 +656,7 @@ class _Batch:
             flat.shard.requires_grad_(shard.requires_grad)
             flat.storage.load().copy_(shard)
 
-    def send_tied_gradient(self, action: Action) -> Sent:
+    def send_tied_gradient(self, action: Action) -> Counted:
         """
         ### Reduce the gradient of the borrowed weights, and send it to where they are kept
 
