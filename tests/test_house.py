@@ -270,7 +270,7 @@ def test_the_heart_alone_asks_all_guards():
     `Guards.guard_of`, `Guards.check_chain`, `Guards.check_walk`, `Guards.diverged`, `Guards.mark`,
     `Guards.uncompiled`, `Guard.check`, `Guard.before_forward`, `Guard.after_forward`,
     `Guard.before_backward`, `Guard.refuse_old_calls`, `Guard.before_grad`, `Guard.after_backward`,
-    `Guard.before_copy`, `Guard.__enter__`, `Guard.__exit__`, `LayerGuard`.
+    `Guard.__enter__`, `Guard.__exit__`, `LayerGuard`.
     """
     assert vars(moments)["guards"] is sys.modules["zero3.guards"]
     said, error = asked_alone()

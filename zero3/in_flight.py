@@ -72,7 +72,7 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        # Whatever is in flight, a `Transfer` for instance, with the storages that it uses. Those are
+        # Whatever is in flight, a `Transfer` for instance, with the storages that it uses: the
         # addresses of torch's objects, which stay the same when storages are resized. Weakly: if
         # nobody has it any more, its messages are gone too.
         self.users: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()

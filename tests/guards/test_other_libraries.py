@@ -279,7 +279,7 @@ def test_loading_a_state_dict_says_what_to_do(strict):
 def test_copies_and_pickles_say_what_to_do():
     """
     `deepcopy`, `pickle`, `torch.save` and torch's own moving averages.
-    Proves `LayerGuard.before_copy`, `Sharded.__reduce_ex__`.
+    Proves `Sharded.__reduce_ex__`.
     """
     for model in (Zero3Layer(nn.Linear(4, 4)), chain(), whole()):
         for does in (copy.deepcopy, copy.copy, pickle.dumps, torch.optim.swa_utils.AveragedModel,

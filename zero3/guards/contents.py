@@ -227,18 +227,6 @@ class LayerGuard:
                 "model.get_trainable_chunk(): p.clamp_(...)` under `torch.no_grad()`), or in `with "
                 "model.full_params(writeback=True)`")
 
-    def before_copy(self) -> None:
-        """
-        ### Refuse `copy.copy`, `copy.deepcopy`, `pickle` and `torch.save`
-
-        A copy would share the hooks, files and communicator of the original.
-        """
-        self.layer.expect(
-            False, "cannot be copied or pickled", "one model on each rank", "a copy of one of its "
-            "layers", "copy the plain model before wrapping it; for a moving average (EMA) average "
-            "the shards, `[p.detach().clone() for p in model.get_trainable_chunk()]`; to keep the "
-            "weights use `zero3.save`, or clone them in `with model.full_params() as params:`")
-
     def _refuse_state_dicts(self, owners: list[nn.Module]) -> list[RemovableHandle]:
         """
         #### Refuse to read and to write the state dicts of the modules

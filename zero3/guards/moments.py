@@ -141,11 +141,6 @@ class Guard(Protocol):
         ### The parameters will be freed
         """
 
-    def before_copy(self) -> None:
-        """
-        ### Somebody copies or pickles the layer
-        """
-
 
 class Sharers(Protocol):
     """

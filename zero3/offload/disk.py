@@ -24,6 +24,7 @@ import resource
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -63,11 +64,9 @@ class File:
 
     def _past_the_cache(self, direct: bool) -> None:
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT
-        try:
+        # Some file systems always use the page cache.
+        with suppress(OSError):
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT * direct)
-        except OSError:
-            # This file system always uses the page cache.
-            pass
 
     def move(self, write: bool, memory: torch.Tensor, offset: int) -> None:
         """
