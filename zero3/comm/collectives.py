@@ -120,8 +120,6 @@ class Communicator(Peers):
         self.failed: int | None = None
         # The transfers of which some steps have not started.
         self.unfinished: dict[Transfer, None] = {}
-        # Announcements in the device's memory.
-        self._rows: dict[tuple[int, ...], torch.Tensor] = {}
         # The number of the model, on which the ranks agreed when they met to shard.
         self.met = 0
 
@@ -371,7 +369,7 @@ class Communicator(Peers):
         for group in groups:
             if group.size == 1:
                 continue
-            mine = self._announced(row, options)
+            mine = announced(row, self.device)
             # NCCL runs collectives in order, so this one meets the announcements of the other
             # ranks, whatever they are about to send.
             order = mine.new_empty(group.size, 4)
@@ -384,18 +382,6 @@ class Communicator(Peers):
         transfer.announced = len(transfer.works)
         transfer.landed = transfer.announced
         return transfer
-
-    def _announced(self, row: tuple[int, ...], options: str) -> torch.Tensor:
-        """
-        #### An announcement in the device's memory: `(4,)` int64
-
-        The host waits while it copies the numbers to the device. Without options it does so once.
-        """
-        if options:
-            return torch.tensor(row, device=self.device)
-        if row not in self._rows:
-            self._rows[row] = torch.tensor(row, device=self.device)
-        return self._rows[row]
 
     def fail(self, sender: Sender, what: str, expected: str, got: object, cure: str) -> None:
         """
@@ -713,6 +699,16 @@ class Transfer(Counted):
         group = self.comm.group
         return (f"{self.where}: the other ranks are lost. Expected: their part of a {self.action}"
                 f"{group.within(error)}. Got: {error}. What to do: {group.advice(error)}")
+
+@functools.lru_cache(4096)
+def announced(row: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """
+    ## An announcement in the device's memory: `(4,)` int64
+
+    The host waits while it copies the numbers to the device. Most of them come again in each step.
+    """
+    return torch.tensor(row, device=device)
+
 
 @functools.cache
 def streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
