@@ -834,7 +834,7 @@ def test_a_message_to_an_owner_that_has_started_is_known_if_the_next_one_fails()
     """
     gloo has the address of the row that is to be received, so somebody must keep its handle.
     Breaks if all messages start in one call, which forgets the first ones in an error.
-    Proves I6, `Owners._carry`.
+    Proves I6, `Owners._start`.
     """
     for rank, (said, started, known) in enumerate(run(second_message_raises, 2, fresh=True)):
         assert said.startswith(f"rank {rank}: the optimizer: the other ranks are lost.")

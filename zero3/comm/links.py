@@ -172,8 +172,10 @@ class LinkedCommunicator(Communicator):
         """
         ### Join the ranks of a mesh
         """
-        mesh = links.mesh
-        super().__init__(groups, () if mesh is None else tuple(mesh.mesh.flatten().tolist()))
+        ranks: list[int] = []
+        if links.mesh is not None:
+            ranks = links.mesh.mesh.flatten().tolist()
+        super().__init__(groups, tuple(ranks))
         self.links: Links = links
         # The ranks with the same place on the other nodes, or in the other replicas.
         self.across = self.replicas = self.group.only_this()
@@ -454,7 +456,8 @@ class LinkedCommunicator(Communicator):
         #### The sum over a group, in this rank's memory, which a bucket's layers have views of
         """
         if self.links.gradients:
-            return total.copy_(self._sum_decoded(group, total.view(1, -1), received).view(-1))
+            found = self._sum_decoded(group, total.view(1, -1), received)
+            return total.copy_(found.view(-1))
         if self.by_messages:
             return total.copy_(collectives.sum_of(group, total, received))
         # NCCL has added already.
