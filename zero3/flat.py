@@ -196,6 +196,7 @@ class FlatParameter:
         self.full = full  # (world_size * shard_numel,), device; no bytes between two steps
         self.storage = storage
         self.shard = storage.param  # (shard_numel,)
+        self.grad_device = self.shard.device  # where its gradient rests
         # On the CPU the other ranks' gradients arrive here. Normally this is the full parameter's
         # memory, which has been freed by then.
         self.receive_buffer = full
@@ -398,10 +399,6 @@ class FlatParameter:
         self.grad = None
         self.ready.clear()
 
-    @property
-    def grad_device(self) -> torch.device:
-        return self.shard.device
-
     def add_grad(self, total: torch.Tensor, names: Names = ()) -> None:
         """
         ### Add to the shard's gradient
@@ -409,7 +406,7 @@ class FlatParameter:
         * `total` is the reduced gradient, `(shard_numel,)`
         * `names` are the parameters that have contributed to it on this rank
         """
-        total = total.to(self.shard.device)
+        total = total.to(self.grad_device)
         if self.shard.grad is None:
             self.shard.grad = guards.mark(total, self, set(), names)
         else:
