@@ -171,7 +171,9 @@ class Int8:
         """
         return flat[:, :numel].to(torch.int8).view(torch.uint8)
 
-    def _unpack(self, codes: torch.Tensor, flat: torch.Tensor, numel: int) -> None:
+    def _unpack(self, codes: torch.Tensor,
+                flat: torch.Tensor,
+                numel: int) -> None:
         """
         #### And back, into `flat`
         """
@@ -200,7 +202,9 @@ class Int4(Int8):
         codes = torch.add(flat[:, :numel:2], second, alpha=16)
         return codes.add_(136).to(torch.uint8)
 
-    def _unpack(self, codes: torch.Tensor, flat: torch.Tensor, numel: int) -> None:
+    def _unpack(self, codes: torch.Tensor,
+                flat: torch.Tensor,
+                numel: int) -> None:
         flat[:, :numel:2] = codes & 15
         flat[:, 1 : numel + 1 : 2] = codes >> 4
         flat[:, : numel + 1].sub_(8)

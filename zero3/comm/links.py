@@ -230,7 +230,9 @@ class LinkedCommunicator(Communicator):
 
     # -------------------------------------------------------------------------------------- gather
 
-    def all_gather(self, sender: Sender, pairs: Pairs, exact: bool = True) -> Transfer:
+    def all_gather(self, sender: Sender,
+                   pairs: Pairs,
+                   exact: bool = True) -> Transfer:
         """
         ### All-gather: across the nodes first, then inside each node
 
@@ -311,7 +313,9 @@ class LinkedCommunicator(Communicator):
         """
         return rows.view(self.group.size, self.across.size, -1)[self.group.rank]
 
-    def _hop(self, transfer: Transfer, group: Group, rows: list[torch.Tensor]) -> None:
+    def _hop(self, transfer: Transfer,
+             group: Group,
+             rows: list[torch.Tensor]) -> None:
         """
         #### All-gather across the nodes, or inside this one, into rows of which each rank has some
         """
@@ -319,7 +323,9 @@ class LinkedCommunicator(Communicator):
             part = self._slice(each) if group is self.across else each.view(group.size, -1)
             self.send(transfer, group, part, part[group.rank], collectives.all_gather_single)
 
-    def _arrived(self, transfer: Transfer, rows: list[torch.Tensor], keeps: bool) -> None:
+    def _arrived(self, transfer: Transfer,
+                 rows: list[torch.Tensor],
+                 keeps: bool) -> None:
         """
         #### All rows are here: decode them, and keep this rank's slice if asked to
         """
@@ -451,7 +457,9 @@ class LinkedCommunicator(Communicator):
         transfer.buffers.append(sums)
         return received
 
-    def _add_in(self, group: Group, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    def _add_in(self, group: Group,
+                total: torch.Tensor,
+                received: torch.Tensor) -> torch.Tensor:
         """
         #### The sum over a group, in this rank's memory, which a bucket's layers have views of
         """

@@ -346,7 +346,9 @@ def uncompiled(forward: Callable) -> Callable:
     return call
 
 
-def look_at_wrapper(wrapper: nn.Module, name: str, module: object) -> None:
+def look_at_wrapper(wrapper: nn.Module,
+                    name: str,
+                    module: object) -> None:
     """
     ## Refuse a library that trains whole parameters
 

@@ -191,7 +191,9 @@ def _layer(args: object) -> Guarded | None:
     return next((flat.owner() for flat in flats if flat is not None), None)
 
 
-def _agree_on_overflow(layer: Guarded, grads: list[torch.Tensor], found_inf: torch.Tensor,
+def _agree_on_overflow(layer: Guarded,
+                       grads: list[torch.Tensor],
+                       found_inf: torch.Tensor,
                        inv_scale: torch.Tensor) -> None:
     """
     #### Tell all ranks about an overflow that one of them has in its shards

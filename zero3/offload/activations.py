@@ -151,7 +151,9 @@ class Forward:
     ## One forward call of a layer, which packs what autograd saves
     """
 
-    def __init__(self, activations: Activations, layer: Guarded, inputs: object):
+    def __init__(self, activations: Activations,
+                 layer: Guarded,
+                 inputs: object):
         self.activations = activations
         self.layer = layer
         self.visit: Visit | None = None

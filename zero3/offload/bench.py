@@ -121,7 +121,9 @@ def main(argv: list[str] | None = None) -> None:
                     f"{error}. What to do: choose a folder on a larger disk, or pass --mib")
 
 
-def show(folder: Path, nbytes: int, rounds: int) -> None:
+def show(folder: Path,
+         nbytes: int,
+         rounds: int) -> None:
     """
     ## Measure, and print the figures
 

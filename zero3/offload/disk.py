@@ -41,7 +41,10 @@ class File:
     ## A file, usually without a name
     """
 
-    def __init__(self, folder: Path, nbytes: int, direct: bool, name: str = ""):
+    def __init__(self, folder: Path,
+                 nbytes: int,
+                 direct: bool,
+                 name: str = ""):
         """
         ### Take space for it
 
@@ -68,7 +71,9 @@ class File:
         with suppress(OSError):
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT * direct)
 
-    def move(self, write: bool, memory: torch.Tensor, offset: int) -> None:
+    def move(self, write: bool,
+             memory: torch.Tensor,
+             offset: int) -> None:
         """
         ### Read a block of the file into memory, or write it
 

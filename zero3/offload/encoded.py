@@ -57,7 +57,10 @@ class Encoded(Storage):
     ## A frozen shard that rests encoded
     """
 
-    def __init__(self, encoding: Encoding, tier: str, owner: Guarded, values: torch.Tensor):
+    def __init__(self, encoding: Encoding,
+                 tier: str,
+                 owner: Guarded,
+                 values: torch.Tensor):
         """
         ### Encode a shard
 

@@ -130,7 +130,10 @@ class Buffers:
         """
         file.move(write, box.pop(), at)
 
-    def wait(self, moving: Blocks, owner: Guarded | None, what: str, nbytes: int) -> None:
+    def wait(self, moving: Blocks,
+             owner: Guarded | None,
+             what: str,
+             nbytes: int) -> None:
         """
         ### Wait until blocks have been moved
 
@@ -192,7 +195,9 @@ class InFile(Storage):
 
     tier = "nvme"
 
-    def __init__(self, buffers: Buffers, owner: Guarded, like: dict[str, torch.Tensor]):
+    def __init__(self, buffers: Buffers,
+                 owner: Guarded,
+                 like: dict[str, torch.Tensor]):
         """
         ### Take space in a file
 
