@@ -310,7 +310,8 @@ def comm_of(model: object) -> Communicator:
 # ------------------------------------------------------------- chapters that an argument asks for
 
 
-def communicator(rank: int | None = None, world_size: int | None = None,
+def communicator(rank: int | None = None,
+                 world_size: int | None = None,
                  mesh: DeviceMesh | Links | None = None) -> Communicator:
     """
     ## The communicator of a layer

@@ -125,7 +125,9 @@ class Communicator(Peers):
 
     # -------------------------------------------------------------------------------- collectives
 
-    def all_gather(self, sender: Sender, pairs: Pairs, exact: bool = True) -> Transfer:
+    def all_gather(self, sender: Sender,
+                   pairs: Pairs,
+                   exact: bool = True) -> Transfer:
         """
         ### All-gather: start to gather each shard into its flat parameter
 
@@ -224,7 +226,9 @@ class Communicator(Peers):
         """
         return ()
 
-    def numbers(self, sender: Sender, mine: torch.Tensor, options: str = "") -> torch.Tensor:
+    def numbers(self, sender: Sender,
+                mine: torch.Tensor,
+                options: str = "") -> torch.Tensor:
         """
         ### All-gather a few numbers, and wait
 
@@ -240,7 +244,9 @@ class Communicator(Peers):
             rows = self._numbers(group, sender, rows.view(-1), options)
         return rows.view(-1, len(mine))
 
-    def over_stages(self, sender: Sender, mine: torch.Tensor, options: str = "") -> torch.Tensor:
+    def over_stages(self, sender: Sender,
+                    mine: torch.Tensor,
+                    options: str = "") -> torch.Tensor:
         """
         ### All-gather a few numbers of each stage of a pipeline, and wait
 
@@ -383,7 +389,11 @@ class Communicator(Peers):
         transfer.landed = transfer.announced
         return transfer
 
-    def fail(self, sender: Sender, what: str, expected: str, got: object, cure: str) -> None:
+    def fail(self, sender: Sender,
+             what: str,
+             expected: str,
+             got: object,
+             cure: str) -> None:
         """
         ### Raise an error here, and on the other ranks as soon as they wait for this one
 
@@ -457,7 +467,9 @@ class Communicator(Peers):
         self.event = self._backend.Event
         self.fetch_stream, self.backup_stream = streams(at)
 
-    def _check_shard(self, sender: Sender, full: torch.Tensor, shard: torch.Tensor) -> None:
+    def _check_shard(self, sender: Sender,
+                     full: torch.Tensor,
+                     shard: torch.Tensor) -> None:
         """
         #### Make sure that a shard still fits its flat parameter
 
@@ -608,7 +620,10 @@ class Transfer(Counted):
                 self._give_up(self._problem(error))
             raise RuntimeError(self.comm.broken) from error
 
-    def count(self, group: Group, nbytes: int, messages: int = 1, in_ring: bool = True) -> None:
+    def count(self, group: Group,
+              nbytes: int,
+              messages: int = 1,
+              in_ring: bool = True) -> None:
         """
         ### Count what goes to each other rank of a group
 
@@ -733,7 +748,9 @@ def named_range(name: str) -> AbstractContextManager[object]:
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
-def sum_of(group: Group, mine: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+def sum_of(group: Group,
+           mine: torch.Tensor,
+           received: torch.Tensor) -> torch.Tensor:
     """
     #### The sum over a group, `(n,)`: this rank's row and those that the others have sent
 

@@ -265,7 +265,11 @@ class Peers:
             things = [each for several in group.gather(things) for each in several]
         return things
 
-    def agree(self, sender: Named, what: str, expected: str, problem: str, cure: str) -> None:
+    def agree(self, sender: Named,
+              what: str,
+              expected: str,
+              problem: str,
+              cure: str) -> None:
         """
         ### Raise an error on all ranks if one of them has a problem
 
@@ -284,8 +288,11 @@ class Listener:
     This one ignores them. Each layer has it until a `Ledger` listens.
     """
 
-    def record(self, sender: Any, event: str, nbytes: int | None = 0,
-               transfer: Counted | None = None, tier: str = "device") -> None:
+    def record(self, sender: Any,
+               event: str,
+               nbytes: int | None = 0,
+               transfer: Counted | None = None,
+               tier: str = "device") -> None:
         """
         ### Do nothing
         """
