@@ -157,7 +157,7 @@ MUTATIONS = [
         "dirty-padding", "flat.py", "FlatParameter.begin_grad",
         title="The padding of a gradient is not initialised",
         old="""\
-        for padding in self.padding():
+        for padding in self.padding:
             self.grad[padding].zero_()
 """,
         new="",

@@ -47,7 +47,7 @@ def test_merging_and_padding_loses_nothing_and_pads_with_zeros(shapes, world_siz
     For any shapes and number of ranks: the flat parameter begins with the parameters in order, its
     length is the next multiple of the number of ranks, and the rest is zero.
     Proves I5, `Zero3Layer._merge_and_pad_params`, `Zero3Layer._empty`, `Communicator.rows`,
-    `FlatParameter.padding`, `Slot.of`.
+    `Slot.of`.
     """
     layer = Zero3Layer(nn.Identity())
     layer.comm.world_size = world_size

@@ -41,7 +41,7 @@ parameters, has several buffers, and each has collectives of its own.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -219,6 +219,11 @@ class FlatParameter:
             freed_class = guards.freed_class(owner, names[0])
             self.slots.append(Slot(param, names, offset, end, view, freed_class))
             offset += aligned(param.numel(), param.dtype)
+        # Where the buffer has padding: at the end, and on an accelerator after each parameter.
+        begins = [*(slot.offset for slot in self.slots[1:]), len(full)]
+        self.padding = [slice(slot.end, begin)
+                        for slot, begin in zip(self.slots, begins, strict=True)
+                        if slot.end < begin]
 
     # ---------------------------------------------------------------------------------- parameters
 
@@ -347,15 +352,6 @@ class FlatParameter:
 
     # ------------------------------------------------------------------------------------ gradient
 
-    def padding(self) -> Iterator[slice]:
-        """
-        ### Where the buffer has padding: at the end, and on an accelerator after each parameter
-        """
-        begins = [*(slot.offset for slot in self.slots[1:]), len(self.full)]
-        for slot, begin in zip(self.slots, begins, strict=True):
-            if slot.end < begin:
-                yield slice(slot.end, begin)
-
     def begin_grad(self, grad: torch.Tensor) -> None:
         """
         ### Collect the parameters' gradients in this buffer
@@ -363,7 +359,7 @@ class FlatParameter:
         * `grad` is `(world_size * shard_numel,)`, uninitialised, so its padding may hold a NaN
         """
         self.grad = grad
-        for padding in self.padding():
+        for padding in self.padding:
             self.grad[padding].zero_()
 
     def collect(self, slot: Slot, grad: torch.Tensor, factor: float) -> None:

@@ -948,7 +948,7 @@ def test_padding_stays_zero_in_masters_moments_and_gradients():
     """
     I5. Layers of 77 and 70 elements have padding on the last of three ranks: its last element.
     Proves I5, `Zero3Layer._merge_and_pad_params`, `Zero3Layer._post_backward_hook`,
-    `FlatParameter.begin_grad`, `FlatParameter.padding`.
+    `FlatParameter.begin_grad`.
     """
     _, second, last = run(padding, 3)
     # Three steps, of which the first has no moments yet.

@@ -53,7 +53,6 @@ class Guarded(nn.Module, Named):
     chunk: nn.ParameterList  # the shards
     flats: list[Any]
     cure_for_new: str  # what to do about a new parameter
-    layer_idx: int
     listener: Any  # hears what happens to it
     guard: Guard
     is_fetched = False  # from the start of an all-gather until the layer is freed
