@@ -89,7 +89,7 @@ STAGES = {
                   phase="Shard, once"),
     "merge": Stage("Merge and pad", "_merge_and_pad_params", (PARAMS, Line("", ("full",)))),
     "scatter": Stage("Scatter", "Communicator.scatter", (PARAMS, WHOLE), "scatter"),
-    "shard": Stage("Free all but the shard", "FlatParameter.free", (FREED,)),
+    "shard": Stage("Free all but the shard", "InFlight.free", (FREED,)),
     "fetch": Stage("All-gather", "fetch_params", (WHOLE,), "gather", phase="Forward"),
     "whole": Stage("Compute", "forward", (replace(WHOLE, computes=True),)),
     "free": Stage("Free", "_cleanup_params", (FREED,)),

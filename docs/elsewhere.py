@@ -14,7 +14,7 @@ with the library's name, and its links are on lines of their own:
 | in `elsewhere.md` | meaning |
 |---|---|
 | `### Freeing memory that has views` | the title |
-| `FlatParameter.free` in backticks, alone on its line | the section of our source |
+| `InFlight.free` in backticks, alone on its line | the section of our source |
 | **FSDP2** and one or two sentences | the statement |
 | a link with a file and a function, to `blob/v2.13.0/...#L1072` | where it was read |
 

@@ -84,7 +84,7 @@ MUTATIONS = [
         "keep-storage", "layer.py", "Zero3Layer._cleanup_params",
         title="The storage is not freed",
         old="""\
-            flat.free()
+            in_flight.free(flat.full)
 """,
         new="",
         breaks="I2", program="step",
@@ -157,7 +157,7 @@ MUTATIONS = [
         "dirty-padding", "flat.py", "FlatParameter.begin_grad",
         title="The padding of a gradient is not initialised",
         old="""\
-        for padding in self.padding():
+        for padding in self.padding:
             self.grad[padding].zero_()
 """,
         new="",

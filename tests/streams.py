@@ -497,6 +497,8 @@ class Accelerator:
             # Streams that an earlier device made.
             comm.streams.cache_clear()
             self.stack.callback(comm.streams.cache_clear)
+            comm.announced.cache_clear()
+            self.stack.callback(comm.announced.cache_clear)
         self.stack.enter_context(_Operations(self))
         self.stack.enter_context(_Places(self))
         return self

@@ -241,7 +241,7 @@ def test_the_next_layer_is_fetched_before_this_one_computes():
 def test_the_tape_is_empty_when_nobody_listens():
     """
     Outside of its context a ledger records nothing.
-    Proves `Ledger`, `Silence`, `Silence.record`.
+    Proves `Ledger`, `Listener`, `Listener.record`.
     """
     layer = Zero3Layer(nn.Linear(3, 2))
     with Ledger(layer) as tape:

@@ -98,8 +98,7 @@ def test_the_models_own_clip_takes_the_norm_of_the_whole_gradient():
     Norm and weights are those of plain PyTorch, in fp64, for three kinds of norm and four of
     models; and the norm has the same bits on all ranks. Breaks where a rank clips by its own
     shards.
-    Proves I1, `clip_grad_norm_`, `ShardedModel.clip_grad_norm_`,
-    `Sharded.clip_grad_norm_`.
+    Proves I1, `clip_grad_norm_`, `Trained.clip_grad_norm_`.
     """
     ranks = run(clip_rightly, 2) + run(clip_rightly, 3)
     for rank in ranks:
@@ -345,7 +344,7 @@ def test_every_way_to_drop_gradients_drops_them_wherever_they_rest():
     see what happened to the shard's `.grad`: norms of 1.30, 2.37, 3.03 in place of 1.30, 1.07,
     0.89.
     Proves I7, `GradientElsewhere`, `elsewhere`, `ShardStates.drop_grad`,
-    `ShardStates.grad_norm`, `ShardedModel.zero_grad`, `Sharded.zero_grad`,
+    `ShardStates.grad_norm`, `Trained.zero_grad`,
     `FlatParameter.drop_grad`.
     """
     plain = plain_chain()

@@ -80,7 +80,7 @@ def late(kind):
 def test_a_row_that_arrives_after_an_error_finds_its_memory(kind):
     """
     Rank 0 learns of rank 1's error, raises its own, and cleans up. The row of rank 2 arrives
-    afterwards, in memory that the gather has kept. Breaks where `FlatParameter.free` frees it
+    afterwards, in memory that the gather has kept. Breaks where `InFlight.resize` frees it
     without a question: on a busy machine that corrupts the heap.
     Proves I6, `InFlight.free`, `InFlight.lose`, `Communicator.give_up`,
     `Zero3Layer._cleanup_params`.

@@ -47,7 +47,7 @@ def test_merging_and_padding_loses_nothing_and_pads_with_zeros(shapes, world_siz
     For any shapes and number of ranks: the flat parameter begins with the parameters in order, its
     length is the next multiple of the number of ranks, and the rest is zero.
     Proves I5, `Zero3Layer._merge_and_pad_params`, `Zero3Layer._empty`, `Communicator.rows`,
-    `FlatParameter.padding`, `Slot.of`.
+    `Slot.of`.
     """
     layer = Zero3Layer(nn.Identity())
     layer.comm.world_size = world_size
@@ -261,7 +261,7 @@ def test_ranks_that_diverge_get_an_error_that_names_both_sides(where):
     I6: one rank calls another layer of the same size; one goes backward while the other goes
     forward again. Breaks without the announcement in `Communicator.begin`: the first would train
     on the other layer's weights, the second wait for ever.
-    Proves I6, `Transfer.wait`, `Transfer._complete`, `Communicator.begin`, `told`,
+    Proves I6, `Transfer.wait`, `Transfer._arrive`, `Communicator.begin`, `told`,
     `Transfer.tag`.
     """
     expected = {
@@ -287,7 +287,7 @@ def leave(path):
 def test_a_rank_that_is_gone_is_an_error_on_the_others_and_not_a_hang(tmp_path):
     """
     I6: the rank that waits says for what, and where to look.
-    Proves I6, `Transfer`, `Transfer._complete`, `run`, `_answer`.
+    Proves I6, `Transfer`, `Transfer._arrive`, `run`, `_answer`.
     """
     with pytest.raises(AssertionError, match="rank 1: the process ended"):
         run(leave, 2, tmp_path / "error", fresh=True)
@@ -387,7 +387,7 @@ def test_evaluation_between_steps_sees_the_new_weights_and_leaves_nothing():
     I2 and no stale last layer: under `no_grad`, `inference_mode`, and with gradients but without a
     backward. Breaks without the weak reference in `forward`.
     Proves I2, `Zero3Layer._release`, `Zero3Layer._cleanup_params`, `Zero3Sequential.forward`,
-    `FlatParameter.free`.
+    `InFlight.free`.
     """
     assert all(run(evaluate, 2))
 

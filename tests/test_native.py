@@ -134,7 +134,7 @@ def test_ranks_that_diverge_over_collectives_get_an_error_and_not_noise():
     I6, where the host cannot look at what the others announced: an assertion on the device compares
     it, which on the CPU raises at once. Layers of one size would else be exchanged for each other.
     A rank that raises has the others raise, who would wait for it.
-    Proves I6, `Communicator._announced`, `diverged`, `Communicator.fail`.
+    Proves I6, `announced`, `diverged`, `Communicator.fail`.
     """
     for rank, (layers, fault) in enumerate(run(diverge, 2)):
         assert f"rank {rank}: layer {rank} (Linear): the ranks diverged" in layers
@@ -163,7 +163,7 @@ def account(bucket_bytes):
 def test_announcements_over_collectives_are_counted_and_predicted():
     """
     32 bytes to each other rank for each transfer, as by messages.
-    Proves I4, I6, `Communicator._announced`, `predict`, `predict_optimizer`.
+    Proves I4, I6, `announced`, `predict`, `predict_optimizer`.
     """
     for bucket_bytes in (0, 1 << 18):
         for counted, predicted in run(account, 2, bucket_bytes):

@@ -381,7 +381,7 @@ def aligned(folder):
     differ = [held_bytes(model, optimizer) - found.rest_bytes, tape.sent_bytes - found.sent_bytes,
               tape.peak_live_bytes - found.peak_bytes]
     padding = [g.shard.detach()[max(0, slice.start - first) : max(0, slice.stop - first)]
-               for layer in model.module_list for g in layer.flats for slice in g.padding()
+               for layer in model.module_list for g in layer.flats for slice in g.padding
                for first in [layer.comm.rank * len(g.shard)]]
     told["padding"] = max(float(part.abs().max()) for part in padding if len(part))
     # And back, into layers that are packed without padding between parameters.

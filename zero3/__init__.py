@@ -83,11 +83,10 @@ Read the files with numbers in this order. Those with "more" can be skipped.
 | more | `compression/stored.py` | weights that are stored in their bits |
 | more | `compression/__init__.py` | its public names |
 | more | `guards/moments.py` | when the guards look |
-| more | `guards/uses.py` | a use of a layer that would go wrong later |
 | more | `guards/freed.py` | a freed parameter reports every use |
 | more | `guards/placement.py` | the same parameters on every rank |
 | more | `guards/diverged.py` | ranks that are about to send different things |
-| more | `guards/contents.py` | modules and libraries around a sharded model |
+| more | `guards/contents.py` | a use of a layer that would go wrong later |
 | more | `guards/shard_gradients.py` | no norm of a part of a gradient |
 | more | `guards/room.py` | memory that is left |
 | more | `guards/options.py` | checks of arguments |

@@ -41,7 +41,7 @@ parameters, has several buffers, and each has collectives of its own.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,7 +49,6 @@ import torch
 from torch import nn
 
 from zero3.guards.moments import Guarded, guards, own_modules
-from zero3.in_flight import in_flight
 
 # Each parameter once, with its names. It has several if the layer ties it to itself.
 NamedParams = dict[nn.Parameter, tuple[str, ...]]
@@ -70,13 +69,6 @@ class Storage:
 
     param: nn.Parameter  # (shard_numel,), for the optimizer
     tier: str  # "device", "cpu" or "nvme"
-
-    @property
-    def rest_bytes(self) -> int:
-        """
-        ### Bytes that the shard takes at rest
-        """
-        return self.param.nbytes
 
     def read_async(self) -> None:
         """
@@ -165,14 +157,11 @@ class Slot:
     param: nn.Parameter
     names: tuple[str, ...]
     offset: int  # elements
+    end: int
     view: torch.Tensor  # of the flat parameter, in the parameter's shape
     freed_class: type  # the `FreedParameter` with this parameter's name
     hook: Any = None  # the handle of the hook on its gradient
     version: int = 0  # the parameter's `_version` while it is open
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.view.numel()
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """
@@ -207,6 +196,7 @@ class FlatParameter:
         self.full = full  # (world_size * shard_numel,), device; no bytes between two steps
         self.storage = storage
         self.shard = storage.param  # (shard_numel,)
+        self.grad_device = self.shard.device  # where its gradient rests
         # On the CPU the other ranks' gradients arrive here. Normally this is the full parameter's
         # memory, which has been freed by then.
         self.receive_buffer = full
@@ -224,10 +214,16 @@ class FlatParameter:
         self.slots: list[Slot] = []
         offset = 0
         for param, names in params.items():
-            view = full[offset : offset + param.numel()].view(param.shape)
-            freed_class = guards.freed_class(owner, names[0], owner.cure)
-            self.slots.append(Slot(param, names, offset, view, freed_class))
+            end = offset + param.numel()
+            view = full[offset:end].view(param.shape)
+            freed_class = guards.freed_class(owner, names[0])
+            self.slots.append(Slot(param, names, offset, end, view, freed_class))
             offset += aligned(param.numel(), param.dtype)
+        # Where the buffer has padding: at the end, and on an accelerator after each parameter.
+        begins = [*(slot.offset for slot in self.slots[1:]), len(full)]
+        self.padding = [slice(slot.end, begin)
+                        for slot, begin in zip(self.slots, begins, strict=True)
+                        if slot.end < begin]
 
     # ---------------------------------------------------------------------------------- parameters
 
@@ -277,14 +273,6 @@ class FlatParameter:
         versions = tuple(slot.version + freed for slot in self.slots)
         torch._C._autograd._unsafe_set_version_counter(params, versions)
 
-    def free(self) -> None:
-        """
-        ### Give the memory back
-
-        It is not enough to drop the tensor, because autograd keeps views of it for backward.
-        """
-        in_flight.free(self.full)
-
     def look_at(self, full: torch.Tensor | None) -> None:
         """
         ### Point the parameters at another buffer, or back at the flat parameter
@@ -315,26 +303,19 @@ class FlatParameter:
         # A parameter that is hidden already would report this as a use.
         with torch._C.DisableTorchFunction():
             for slot in self.slots:
-                if self._take_back(slot):
+                param = slot.param
+                is_written = param._version != slot.version
+                if param.data_ptr() != slot.view.data_ptr():
+                    # Some modules give a parameter other memory with the same values, as `nn.LSTM`
+                    # does on a GPU. That is not a write. Comparing waits for the device, but only
+                    # modules that move parameters get here.
+                    is_written = (param.shape != slot.view.shape
+                                  or not torch.equal(param, slot.view))
+                    param.data = slot.view
+                if is_written:
+                    slot.version = param._version
                     found = slot.names[0]
         return found
-
-    def _take_back(self, slot: Slot) -> bool:
-        """
-        #### Return a parameter to its place, and say whether somebody wrote to it
-
-        Some modules give a parameter other memory with the same values, as `nn.LSTM` does on a GPU.
-        That is not a write.
-        """
-        param = slot.param
-        written = param._version != slot.version
-        if param.data_ptr() != slot.view.data_ptr():
-            # Comparing waits for the device, but only modules that move parameters get here.
-            written = param.shape != slot.view.shape or not torch.equal(param, slot.view)
-            param.data = slot.view
-        if written:
-            slot.version = param._version
-        return written
 
     def collect_writes(self, full: torch.Tensor) -> str:
         """
@@ -371,15 +352,6 @@ class FlatParameter:
 
     # ------------------------------------------------------------------------------------ gradient
 
-    def padding(self) -> Iterator[slice]:
-        """
-        ### Where the buffer has padding: at the end, and on an accelerator after each parameter
-        """
-        begins = [*(slot.offset for slot in self.slots[1:]), len(self.full)]
-        for slot, begin in zip(self.slots, begins, strict=True):
-            if slot.end < begin:
-                yield slice(slot.end, begin)
-
     def begin_grad(self, grad: torch.Tensor) -> None:
         """
         ### Collect the parameters' gradients in this buffer
@@ -387,7 +359,7 @@ class FlatParameter:
         * `grad` is `(world_size * shard_numel,)`, uninitialised, so its padding may hold a NaN
         """
         self.grad = grad
-        for padding in self.padding():
+        for padding in self.padding:
             self.grad[padding].zero_()
 
     def collect(self, slot: Slot, grad: torch.Tensor, factor: float) -> None:
@@ -423,10 +395,6 @@ class FlatParameter:
         self.grad = None
         self.ready.clear()
 
-    @property
-    def grad_device(self) -> torch.device:
-        return self.shard.device
-
     def add_grad(self, total: torch.Tensor, names: Names = ()) -> None:
         """
         ### Add to the shard's gradient
@@ -434,7 +402,7 @@ class FlatParameter:
         * `total` is the reduced gradient, `(shard_numel,)`
         * `names` are the parameters that have contributed to it on this rank
         """
-        total = total.to(self.shard.device)
+        total = total.to(self.grad_device)
         if self.shard.grad is None:
             self.shard.grad = guards.mark(total, self, set(), names)
         else:

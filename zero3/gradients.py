@@ -37,7 +37,8 @@ _WIDENED_BLOCKS = 1 << 10
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module,
-                    max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+                    max_norm: float,
+                    norm_type: float = 2.0) -> torch.Tensor:
     r"""
     ## Clip the gradient of a whole model
 
@@ -86,7 +87,9 @@ def clip_grad_norm_(model: nn.Module,
 
 
 def _check_clip(model: nn.Module,
-                first: Any, flats: list[Any], norm_type: float) -> None:
+                first: Any,
+                flats: list[Any],
+                norm_type: float) -> None:
     """
     #### Refuse gradients that cannot be clipped here
 
@@ -120,8 +123,9 @@ def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     return vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
 
 
-def block_norms(grad: torch.Tensor, counted: list[slice] | None, norm_type: float = 2.0
-                ) -> torch.Tensor:
+def block_norms(grad: torch.Tensor,
+                counted: list[slice] | None,
+                norm_type: float = 2.0) -> torch.Tensor:
     """
     ## The norms of blocks of a gradient, `(n,)` to `(blocks,)`, in fp32 or wider
 

@@ -32,8 +32,8 @@ lost.
 
 | place | memory | nobody uses it, because |
 |---|---|---|
-| `FlatParameter.free` | the flat parameter | `_cleanup_params` has waited for the gather |
-| `allocate` | the same | it has no bytes before |
+| `Zero3Layer` | the flat parameter | `_cleanup_params` has waited for the gather |
+| `Communicator.all_gather` | the same | it has no bytes before |
 | `as_receive_buffer` | the same, for gradients | the layer's backward is over |
 | `add_reduced` | the same | the wait for the reduce has succeeded |
 | `Packed.wait` | a packed buffer | dropped, not resized: the transfer has a reference |
@@ -72,8 +72,9 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        # Whatever is in flight, a `Transfer` for instance, with the storages that it uses. Weakly:
-        # if nobody has it any more, its messages are gone too.
+        # Whatever is in flight, a `Transfer` for instance, with the storages that it uses: the
+        # addresses of torch's objects, which stay the same when storages are resized. Weakly: if
+        # nobody has it any more, its messages are gone too.
         self.users: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
         # What has failed. Others may still wait for its messages, and send theirs.
         self.lost: list[object] = []
@@ -84,7 +85,8 @@ class InFlight:
 
         * `user` is what is in flight; it may say so several times, with more tensors
         """
-        self.users.setdefault(user, set()).update(_storage_of(tensor) for tensor in tensors)
+        storages = self.users.setdefault(user, set())
+        storages.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def end(self, user: object) -> None:
         """
@@ -103,12 +105,14 @@ class InFlight:
         """
         ### What uses this tensor's memory, or `None`
         """
-        storage = _storage_of(tensor)
+        storage = tensor.untyped_storage()._cdata
         return next((user for user, storages in self.users.items() if storage in storages), None)
 
     def free(self, tensor: torch.Tensor) -> None:
         """
         ### Give the memory of a tensor back, unless something that was lost keeps it
+
+        It is not enough to drop a flat parameter, because autograd keeps views of it for backward.
         """
         self.resize(tensor, 0)
 
@@ -126,13 +130,6 @@ class InFlight:
                 f"{user} is in flight, and its memory is about to be resized")
             if user is None:
                 storage.resize_(nbytes)
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    """
-    #### The address of torch's object for a storage, which stays the same when it is resized
-    """
-    return tensor.untyped_storage()._cdata
 
 
 in_flight = InFlight()

@@ -56,7 +56,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero3.comm.collectives import Transfer
+from zero3.comm.collectives import ALONE, Transfer
 from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params
 from zero3.guards.moments import guards, own_modules
@@ -149,7 +149,7 @@ class Zero3Layer(Sharded):
         trains = next(iter(params)).requires_grad
         storage = self.offload.shard(self, shard, trains)
         flat = FlatParameter(self, params, full, storage, self.comm.aligned)
-        flat.free()
+        in_flight.free(full)
         self.flats.append(flat)
         self.chunk.append(flat.shard)
         self._follow_requires_grad()
@@ -276,7 +276,7 @@ class Zero3Layer(Sharded):
         self.is_fetched = False
         for flat in self.flats:
             flat.close()
-            flat.free()
+            in_flight.free(flat.full)
         self.listener.record(self, "free", sum(flat.full.nbytes for flat in self.flats))
 
     def _release(self, call: Call | None = None) -> None:
@@ -434,7 +434,7 @@ class Zero3Layer(Sharded):
         # A bucket makes small layers wait, and reduces several of them together.
         if pairs and not self.reducer.keeps(self, pairs):
             self.reducer.started([self], self.comm.reduce_scatter([self], pairs))
-        if self.is_alone:
+        if self.layer_idx == ALONE:
             # No neighbour's backward will end this reduce, so end it now.
             self.reducer.finish(self)
 

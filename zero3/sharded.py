@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.collectives import ALONE, Communicator
-from zero3.comm.order import Listener, Silence, all_ranks
+from zero3.comm.order import Listener, all_ranks
 from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, Slot, StorageFactory
 from zero3.guards.moments import Guarded
@@ -43,7 +43,32 @@ if TYPE_CHECKING:
     from zero3.offload.activations import Activations, Offload
 
 
-class Sharded(Guarded):
+class Trained(nn.Module):
+    """
+    ## What a layer and a model of layers offer between backward and the step
+    """
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """
+        ### Clip the gradient by its norm over all ranks
+
+        All ranks call it in place of `torch.nn.utils.clip_grad_norm_`, which sees the shards of one
+        rank alone. Arguments and result are those of `gradients.py`.
+        """
+        from zero3.gradients import clip_grad_norm_
+        return clip_grad_norm_(self, max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """
+        ### Drop the gradients of the shards, and the full ones that `no_sync` holds back
+        """
+        super().zero_grad(set_to_none)
+        for layer in self.modules():
+            if isinstance(layer, Sharded):
+                layer.drop_full_grads()
+
+
+class Sharded(Trained, Guarded):
     """
     ## A sharded module
     """
@@ -51,14 +76,12 @@ class Sharded(Guarded):
     layer_idx = ALONE  # its place in a chain or a model
     comm: Communicator
     reducer: Reducer
-    listener: Listener = Silence()
+    listener = Listener()
     offload: StorageFactory
     flats: list[FlatParameter]
     watch: Watch
 
-    # What to do about a parameter that is not where somebody looks for it.
-    cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
-            "build the optimizer on `get_trainable_chunk()` after wrapping")
+    # What to do about a new parameter.
     cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
                     "wrapped; and build the optimizer afterwards")
 
@@ -183,24 +206,6 @@ class Sharded(Guarded):
             self.comm.scatter(flat.storage.load(), full)
             flat.storage.save()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """
-        ### Clip the gradient of this layer by its norm over all ranks
-
-        See `ShardedModel.clip_grad_norm_`.
-        """
-        from zero3.gradients import clip_grad_norm_
-        return clip_grad_norm_(self, max_norm, norm_type)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """
-        ### Drop the gradients of the shards, and the full ones that `no_sync` holds back
-        """
-        super().zero_grad(set_to_none)
-        for layer in self.modules():
-            if isinstance(layer, Sharded):
-                layer.drop_full_grads()
-
     def drop_full_grads(self) -> None:
         """
         ### Drop the full gradients, which may be half collected
@@ -215,10 +220,6 @@ class Sharded(Guarded):
         for flat in self.flats:
             yield from flat.slots
 
-    @property
-    def is_alone(self) -> bool:
-        return self.layer_idx == ALONE
-
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
         ### Memory that this layer holds besides its shards and their gradients, for a `Ledger`
@@ -232,11 +233,17 @@ class Sharded(Guarded):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """
         ### Refuse `copy.copy`, `copy.deepcopy`, `pickle` and `torch.save`
+
+        A copy would share the hooks, files and communicator of the original.
         """
-        self.guard.before_copy()
+        self.expect(
+            False, "cannot be copied or pickled", "one model on each rank", "a copy of one of its "
+            "layers", "copy the plain model before wrapping it; for a moving average (EMA) average "
+            "the shards, `[p.detach().clone() for p in model.get_trainable_chunk()]`; to keep the "
+            "weights use `zero3.save`, or clone them in `with model.full_params() as params:`")
 
 
-class ShardedModel(nn.Module, Named):
+class ShardedModel(Trained, Named):
     """
     ## A model of sharded layers, for its users
     """
@@ -244,7 +251,7 @@ class ShardedModel(nn.Module, Named):
     sharded_layers: tuple[Sharded, ...]  # those that it was built with
     comm: Communicator  # of all ranks, if the model has one; a chain has that of its layers
     label = "the model"
-    listener: Listener = Silence()
+    listener = Listener()
 
     def held_tensors(self) -> Iterable[torch.Tensor | None]:
         """
@@ -261,24 +268,6 @@ class ShardedModel(nn.Module, Named):
         # Each once, also if a layer is in a chain twice.
         chunks = (chunk for layer in self.sharded_layers for chunk in layer.get_trainable_chunk())
         return list(dict.fromkeys(chunks))
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """
-        ### Clip the gradient of the whole model
-
-        All ranks call it in place of `torch.nn.utils.clip_grad_norm_`, which sees the shards of one
-        rank alone. Arguments and result are those of `gradients.py`.
-        """
-        from zero3.gradients import clip_grad_norm_
-        return clip_grad_norm_(self, max_norm, norm_type)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """
-        ### Drop the gradients of all shards, and the full ones that `no_sync` holds back
-        """
-        super().zero_grad(set_to_none)
-        for layer in self.sharded_layers:
-            layer.zero_grad(set_to_none)
 
     def named_layers(self) -> Iterator[tuple[str, Sharded]]:
         """
@@ -321,7 +310,8 @@ def comm_of(model: object) -> Communicator:
 # ------------------------------------------------------------- chapters that an argument asks for
 
 
-def communicator(rank: int | None = None, world_size: int | None = None,
+def communicator(rank: int | None = None,
+                 world_size: int | None = None,
                  mesh: DeviceMesh | Links | None = None) -> Communicator:
     """
     ## The communicator of a layer

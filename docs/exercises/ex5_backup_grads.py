@@ -20,7 +20,7 @@ r"""
   bucket. If not, pass what `self.comm.reduce_scatter([self], pairs)` returns to
   `self.reducer.started([self], transfer)`, which later calls `self.add_reduced(totals)`
 * `self.reducer.finish(self)`: waits for the reduce of this layer now, if one is under way
-* `self.is_alone`: whether the layer is in no chain
+* `self.layer_idx`: less than 0 if the layer is in no chain
 * `self.drop_full_grads()`: sets each `flat.grad` to `None` and empties `flat.ready`
 
 **Do** in `_backup_grads`: reshard, and clear `self.watch.arrived`. In each full gradient, zero the

@@ -198,7 +198,7 @@ def three_weights():
 
 def test_the_example_of_the_head_runs_as_it_is_told():
     """
-    Proves I1, `LinkedCommunicator`, `_slice_row`.
+    Proves I1, `LinkedCommunicator`.
     """
     assert run(three_weights, 4) == [
         [[1], [1, 2], [3, 2], [4]], [[3], [3, 0], [4, 0], [5]],
@@ -267,7 +267,7 @@ def test_a_step_on_nodes_sends_what_the_formulas_say(shape, options):
     a row enters a node twice, and where an encoding's scales are not counted.
     Proves I4, `LinkedCommunicator.all_gather`, `LinkedCommunicator.reduce_scatter`,
     `LinkedCommunicator.exchange`, `LinkedCommunicator.held_tensors`, `_all_to_all`, `_arrived`,
-    `Communicator.held_tensors`, `Communicator.gather_rows`, `Transfer.starting`,
+    `Communicator.held_tensors`, `Transfer.starting`,
     `Transfer.count`,
     `Group.far`, `node_of`, `Encoding`.
     """

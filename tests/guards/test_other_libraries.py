@@ -129,7 +129,7 @@ def test_ddp_and_fsdp_are_refused_or_leave_the_shards_alone():
     too DDP is right. `fully_shard` puts DTensors where the shards were, and an optimizer would step
     those: the next forward says so. A unit refuses its new class at once, and the older FSDP does
     not take shards. Breaks where DDP broadcasts rank 0's shards over everybody's.
-    Proves I1, `look_at_wrapper`, `is_sharded`, `Contents.check`, `Unit.__class__`.
+    Proves I1, `look_at_wrapper`, `is_sharded`, `LayerGuard.check`, `Unit.__class__`.
     """
     for (said, off), (later, older) in run(others, 2):
         for text in said.values():
@@ -145,7 +145,7 @@ def test_fairscale_and_conversions_are_errors():
     """
     fairscale's FSDP around a layer; `SyncBatchNorm.convert_sync_batchnorm` makes a new module with
     the freed parameters of the old one.
-    Proves `look_at_wrapper`, `Contents.check`.
+    Proves `look_at_wrapper`, `LayerGuard.check`.
     """
     fairscale = pytest.importorskip("fairscale.nn.misc.flatten_params_wrapper")
     layer = Zero3Layer(nn.Linear(3, 3))
@@ -205,7 +205,7 @@ def test_what_is_added_to_a_whole_model_is_noticed(add):
     """
     With its name, in the next forward. Breaks where a new layer runs unsharded, and is stepped by
     nobody.
-    Proves `Contents`, `Contents.check`, `Known`, `Known.has_changed`, `Zero3Model.forward`,
+    Proves `LayerGuard`, `LayerGuard.check`, `Known`, `Known.has_changed`, `Zero3Model.forward`,
     `Unit.admits`.
     """
     model = whole()
@@ -218,7 +218,7 @@ def test_what_is_added_to_a_whole_model_is_noticed(add):
 def test_what_trains_nothing_may_be_added_and_layers_may_change_places():
     """
     Breaks where every change is an error.
-    Proves `Contents.__init__`, `Contents.check`, `Contents.__enter__`.
+    Proves `LayerGuard.__init__`, `LayerGuard.check`, `LayerGuard.__enter__`.
     """
     model = wrap(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3))), nn.Sequential)
     layers = model.module.module
@@ -234,7 +234,7 @@ def test_what_trains_nothing_may_be_added_and_layers_may_change_places():
 def test_what_is_added_to_a_chain_is_noticed():
     """
     A layer at its end, in place of one, beside it; and inside of one of its layers.
-    Proves `Zero3Sequential.walk`, `Guarded.admits`, `Contents.check`,
+    Proves `Zero3Sequential.walk`, `Guarded.admits`, `LayerGuard.check`,
     `check_walk`.
     """
     for add in (lambda m: m.module_list.append(Zero3Layer(nn.Linear(2, 2))),
@@ -261,7 +261,7 @@ def test_loading_a_state_dict_says_what_to_do(strict):
     """
     Of a layer, a chain, a whole model, a unit, and a module inside. Breaks where `strict=False`
     loads nothing, and says nothing.
-    Proves `Contents._refuse_state_dicts`.
+    Proves `LayerGuard._refuse_state_dicts`.
     """
     weights = nn.Linear(4, 4).state_dict()
     for model in (Zero3Layer(nn.Linear(4, 4)), Zero3Layer(nn.Linear(4, 4)).module, chain(), whole(),
@@ -279,7 +279,7 @@ def test_loading_a_state_dict_says_what_to_do(strict):
 def test_copies_and_pickles_say_what_to_do():
     """
     `deepcopy`, `pickle`, `torch.save` and torch's own moving averages.
-    Proves `LayerGuard.before_copy`, `Sharded.__reduce_ex__`.
+    Proves `Sharded.__reduce_ex__`.
     """
     for model in (Zero3Layer(nn.Linear(4, 4)), chain(), whole()):
         for does in (copy.deepcopy, copy.copy, pickle.dumps, torch.optim.swa_utils.AveragedModel,
@@ -411,7 +411,7 @@ def test_a_module_sees_its_parameters_while_it_computes():
     """
     And outside `parameters()` yields shards alone, after an exception too. Breaks where a layer
     that asks `next(self.parameters())` ends in StopIteration.
-    Proves `Contents.__enter__`.
+    Proves `LayerGuard.__enter__`.
     """
     layer, expected = Zero3Layer(Asks(4, 4).double()), [("weight", (4, 4)), ("bias", (4,))]
     layer(torch.ones(1, 4)).sum().backward()
@@ -431,7 +431,7 @@ def test_a_module_sees_its_parameters_while_it_computes():
 def test_a_model_of_hugging_face_knows_its_device_and_data_type():
     """
     Outside of forward, inside, and while it generates.
-    Proves `Contents.__enter__`, `Zero3Model.generate`, `Unit._read`.
+    Proves `LayerGuard.__enter__`, `Zero3Model.generate`, `Unit._read`.
     """
     transformers = pytest.importorskip("transformers", reason="Hugging Face's library is not there")
     config = transformers.GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=2, n_head=2)
@@ -532,7 +532,7 @@ def test_transforms_of_functions_are_errors_around_a_layer_and_right_inside():
     """
     `vmap`, `grad` and `jvp` of `torch.func` around a layer say so; inside of its module, and of its
     full parameters, they are what they are in plain PyTorch.
-    Proves `Contents.check`.
+    Proves `LayerGuard.check`.
     """
     class Inside(nn.Linear):
         def forward(self, x):

@@ -43,7 +43,7 @@ from zero3.estimate.ledger import Ledger
 from zero3.estimate.saved import Moved, activations, gpt2_bytes
 from zero3.in_flight import in_flight
 from zero3.inject import inject, policies
-from zero3.offload.activations import Activations, Forward, Handle, order
+from zero3.offload.activations import Activations, Forward, bring_back, order
 from zero3.offload.bench import measure
 from zero3.offload.copies import SavedStorage, Shelves
 from zero3.offload.disk import File
@@ -130,7 +130,7 @@ def test_every_chain_has_the_same_bits_with_its_activations_in_files(world_size,
     outputs, two graphs at once. Breaks if a storage is read before it is written, taken for another
     one, or given back too early.
     Proves I1, I8, `Activations`, `LayerActivations`, `LayerActivations.__init__`,
-    `LayerActivations.__call__`, `Forward.pack`, `Handle.unpack`, `bring_back`.
+    `LayerActivations.__call__`, `Forward.pack`, `bring_back`.
     """
     for found, visits, known in run(all_cases, world_size, str(tmp_path)):
         assert {name for name, (same, _) in found.items() if not same} == set()
@@ -355,14 +355,14 @@ def test_a_block_of_gpt_2_saves_what_its_shapes_say(rows, length, width, heads, 
 class Watched(TorchDispatchMode):
     """
     After each operation, the bytes in memory of all storages that autograd has saved. What it
-    saves is heard from `Forward.pack`, what comes back from `Handle.unpack`.
+    saves is heard from `Forward.pack`, what comes back from `bring_back`.
     """
 
     def __init__(self, monkeypatch):
         super().__init__()
         self.refs = {}
         self.peak_bytes = 0
-        pack, back = Forward.pack, Handle.unpack
+        pack, back = Forward.pack, bring_back
 
         def packed(forward, tensor):
             handle = pack(forward, tensor)
@@ -376,7 +376,7 @@ class Watched(TorchDispatchMode):
                 self.watch(tensor)
             return tensor
         monkeypatch.setattr(Forward, "pack", packed)
-        monkeypatch.setattr(Handle, "unpack", unpacked)
+        monkeypatch.setattr("zero3.offload.activations.bring_back", unpacked)
 
     def watch(self, tensor):
         storage = tensor.untyped_storage()
@@ -486,7 +486,7 @@ class WithBuffer(nn.Module):
 def test_parameters_and_buffers_stay(tmp_path):
     """
     The layer holds them anyway. Breaks if the large weights are written to a file in every step.
-    Proves `Forward.pack`, `Handle.unpack`.
+    Proves `Forward.pack`, `bring_back`.
     """
     model = chain(to_files(tmp_path), 3, WithBuffer)
     with Ledger(model) as tape:
@@ -862,7 +862,7 @@ def test_a_saved_tensor_that_was_changed_is_torchs_error(make, write, tmp_path):
     """
     Inside the layer, and after its copy has left. Breaks if backward computes with the old values,
     or with the new ones.
-    Proves `bring_back`, `Handle.unpack`.
+    Proves `bring_back`.
     """
     said = []
     for where in (None, to_files(tmp_path)):
@@ -880,7 +880,7 @@ def test_a_saved_tensor_that_was_changed_is_torchs_error(make, write, tmp_path):
 def test_a_parameter_that_was_changed_is_an_error_too(tmp_path):
     """
     It stays, and hooks of ours stand before torch's own check.
-    Proves `Handle.unpack`.
+    Proves `bring_back`.
     """
     model = chain(to_files(tmp_path))
     loss = model(batch()).sum()
@@ -903,7 +903,7 @@ def test_double_backward_is_refused_as_without(tmp_path):
 def test_a_gradient_penalty_in_full_params_has_the_same_bits(tmp_path):
     """
     There a second backward pass is allowed, and it walks the graph of the first one.
-    Proves `Handle.unpack`, `Forward.pack`.
+    Proves `bring_back`, `Forward.pack`.
     """
     found = []
     for where in (None, to_files(tmp_path)):

@@ -206,7 +206,7 @@ def bytes_at_rest(tier):
             numel = len(flat.full) // dist.get_world_size()
             trains = flat.shard.requires_grad
             rest_bytes = 4 * numel if trains else encoding.nbytes(numel)
-            found.append((flat.storage.rest_bytes, rest_bytes))
+            found.append(((flat.shard if trains else flat.storage.code).nbytes, rest_bytes))
             found.append((flat.storage.tier, tier))
             want += rest_bytes
         found.append((held_bytes(model), want))
@@ -237,8 +237,7 @@ def test_a_frozen_shard_rests_in_the_bytes_of_its_encoding(world_size, tier):
     """
     To the byte, before and after training, evaluation and `full_params()`; trainable shards rest
     as before. Breaks if the decoded shard, or the shard that was encoded, stays in memory.
-    Proves I2, `Encoded.rest_bytes`, `Storage.rest_bytes`, `Encoded.memory`, `Offload.memory`,
-    `Encoded.release`.
+    Proves I2, `Encoded.memory`, `Offload.memory`, `Encoded.release`.
     """
     for found in run(bytes_at_rest, world_size, tier):
         assert len(found) == 4 * 16
@@ -269,25 +268,16 @@ def rest_bytes():
     torch.manual_seed(0)
     whole = freeze(nn.Sequential(nn.Linear(64, 100), nn.Linear(100, 64, bias=False)))
     model = wrap(whole, nn.Linear, offload=Offload(frozen=Int4()))
-    return [flat.storage.rest_bytes for unit in model.units for flat in unit.flats]
+    return [flat.storage.code.nbytes for unit in model.units for flat in unit.flats]
 
 
-def test_an_encoded_shard_says_the_bytes_of_its_code():
+def test_an_encoded_shard_of_a_unit_takes_the_bytes_of_its_code():
     """
-    Breaks if it multiplies elements by the size of the data type.
-    Proves `Encoded.rest_bytes`.
+    Breaks if weights and biases of a module are not encoded as one row.
+    Proves `Encoded`.
     """
     expected = [Int4().nbytes(numel) for numel in (64 * 100 + 100, 64 * 100)]
     assert run(rest_bytes, 1) == [expected]
-
-
-def test_a_shard_in_a_file_says_its_own_bytes(tmp_path):
-    """
-    And not the blocks that its file takes. Breaks if it says more than a shard has.
-    Proves `InFile.rest_bytes`.
-    """
-    layer = Zero3Layer(nn.Linear(10, 3), offload=Offload("nvme", tmp_path))
-    assert layer.flats[0].storage.rest_bytes == 4 * 33
 
 
 def test_other_shards_rest_as_they_are():

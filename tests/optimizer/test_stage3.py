@@ -722,7 +722,7 @@ def test_buckets_with_other_layers_on_another_rank_are_an_error_and_not_a_sum():
     """
     Rank 0 packs layers 7, 6 and 5, rank 1 packs 7, 5 and 4: as many bytes, with the same first
     layer. Breaks where the announcement does not say which layers are in the bucket.
-    Proves I6, `Communicator.begin`, `Transfer._complete`.
+    Proves I6, `Communicator.begin`, `Transfer._arrive`.
     """
     for rank, text in enumerate(run(late, 2)):
         assert text and text.startswith(f"rank {rank}: layer ") and "the ranks diverged" in text
@@ -948,7 +948,7 @@ def test_padding_stays_zero_in_masters_moments_and_gradients():
     """
     I5. Layers of 77 and 70 elements have padding on the last of three ranks: its last element.
     Proves I5, `Zero3Layer._merge_and_pad_params`, `Zero3Layer._post_backward_hook`,
-    `FlatParameter.begin_grad`, `FlatParameter.padding`.
+    `FlatParameter.begin_grad`.
     """
     _, second, last = run(padding, 3)
     # Three steps, of which the first has no moments yet.

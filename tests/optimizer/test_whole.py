@@ -36,6 +36,7 @@ from zero3.checkpoint.formats import from_dcp
 from zero3.checkpoint.reader import CheckpointReader, decode, newest
 from zero3.comm.collectives import _ORDER_TAG
 from zero3.estimate.ledger import Ledger
+from zero3.in_flight import in_flight
 from zero3.inject import inject, policies
 from zero3.optimizer.stage3 import plain_paths
 from zero3.optimizer.whole import Matrices, assign, cost, in_rounds, looks_at
@@ -803,6 +804,42 @@ def test_an_error_of_one_owner_reaches_all_ranks():
     first, second = run(one_owner_fails, 2, fresh=True)
     assert "cannot step `1.weight`" in second and "ArithmeticError: no such root" in second
     assert "rank 1" in first and "fault" in first
+
+
+def second_message_raises():
+    """The connection is gone after the first of the messages to owners has started"""
+    model = sharded(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = Zero3Optimizer(model, torch.optim.Muon, lr=0.1)
+    model(torch.ones(2, 4)).square().mean().backward()
+    real = dist.batch_isend_irecv
+    started = []
+
+    def batch(ops):
+        works = []
+        for op in ops:
+            if started:
+                raise RuntimeError("Broken pipe")
+            started.append(op)
+            works += real([op])
+        return works
+
+    dist.batch_isend_irecv = batch
+    said = refused(optimizer.step)
+    dist.batch_isend_irecv = real
+    (lost,) = [each for each in in_flight.lost if getattr(each, "action", "") == "pieces"]
+    return said, len(started), len(lost.works) - lost.announced
+
+
+def test_a_message_to_an_owner_that_has_started_is_known_if_the_next_one_fails():
+    """
+    gloo has the address of the row that is to be received, so somebody must keep its handle.
+    Breaks if all messages start in one call, which forgets the first ones in an error.
+    Proves I6, `Owners._start`.
+    """
+    for rank, (said, started, known) in enumerate(run(second_message_raises, 2, fresh=True)):
+        assert said.startswith(f"rank {rank}: the optimizer: the other ranks are lost.")
+        assert "Got: Broken pipe. What to do: look for the first error" in said
+        assert (started, known) == (1, 1)
 
 
 # ------------------------------------------------------------------------------------------- choice

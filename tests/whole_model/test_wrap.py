@@ -602,7 +602,7 @@ def test_ranks_that_diverge_get_an_error_that_names_both_layers():
     """
     On each rank: what it was about to gather, and what the other one. Within seconds, and not at a
     time-out.
-    Proves I6, `Transfer._complete`, `Communicator.begin`.
+    Proves I6, `Transfer._arrive`, `Communicator.begin`.
     """
     first, second = run(diverge, 2)
     assert "rank 0: layer 1 (left)" in first and "of layer 2 (right)" in first

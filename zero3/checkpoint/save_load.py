@@ -75,7 +75,7 @@ from zero3.checkpoint.reader import (
     steps,
 )
 from zero3.comm.collectives import ALONE, Communicator
-from zero3.comm.order import Listener, Silence
+from zero3.comm.order import Listener
 from zero3.guards.command_line import one_line
 from zero3.guards.options import Named, expect, same
 from zero3.offload.tensors import Broken, FileEntry, Writer
@@ -128,7 +128,7 @@ class _Caller(Named):
 
     label = "the checkpoint"
     layer_idx = ALONE
-    listener: Listener = Silence()
+    listener = Listener()
 
     def __init__(self, comm: Communicator):
         self.comm = comm

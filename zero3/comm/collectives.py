@@ -71,7 +71,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from zero3.comm.order import Group, Peers, Sender
+from zero3.comm.order import Counted, Group, Peers, Sender
 from zero3.guards.moments import ACTIONS, ALONE, guards
 from zero3.guards.options import expect
 from zero3.in_flight import in_flight
@@ -120,14 +120,14 @@ class Communicator(Peers):
         self.failed: int | None = None
         # The transfers of which some steps have not started.
         self.unfinished: dict[Transfer, None] = {}
-        # Announcements in the device's memory.
-        self._rows: dict[tuple[int, ...], torch.Tensor] = {}
         # The number of the model, on which the ranks agreed when they met to shard.
         self.met = 0
 
     # -------------------------------------------------------------------------------- collectives
 
-    def all_gather(self, sender: Sender, pairs: Pairs, exact: bool = True) -> Transfer:
+    def all_gather(self, sender: Sender,
+                   pairs: Pairs,
+                   exact: bool = True) -> Transfer:
         """
         ### All-gather: start to gather each shard into its flat parameter
 
@@ -144,13 +144,15 @@ class Communicator(Peers):
             transfer = self.begin([self.group], [sender], "gather", pairs)
             for full, shard in pairs:
                 self._check_shard(sender, full, shard)
-                allocate(full)
+                # Allocate it. Nothing happens if it has its memory already.
+                in_flight.resize(full, full.nbytes)
+                rows = self.rows(full)  # (world_size, shard_numel)
                 # Send it from its row, so that the buffer that an offloaded shard was read into is
                 # free again.
-                mine = self.rows(full)[self.rank]
+                mine = rows[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 transfer.from_cpu |= shard.device != full.device
-                self.send(transfer, self.group, self.rows(full), mine, all_gather_single)
+                self.send(transfer, self.group, rows, mine, all_gather_single)
                 transfer.count(self.group, mine.nbytes)
             transfer.done.record()
         sender.listener.record(sender, "fetch", transfer.row[2], transfer)
@@ -224,7 +226,9 @@ class Communicator(Peers):
         """
         return ()
 
-    def numbers(self, sender: Sender, mine: torch.Tensor, options: str = "") -> torch.Tensor:
+    def numbers(self, sender: Sender,
+                mine: torch.Tensor,
+                options: str = "") -> torch.Tensor:
         """
         ### All-gather a few numbers, and wait
 
@@ -240,7 +244,9 @@ class Communicator(Peers):
             rows = self._numbers(group, sender, rows.view(-1), options)
         return rows.view(-1, len(mine))
 
-    def over_stages(self, sender: Sender, mine: torch.Tensor, options: str = "") -> torch.Tensor:
+    def over_stages(self, sender: Sender,
+                    mine: torch.Tensor,
+                    options: str = "") -> torch.Tensor:
         """
         ### All-gather a few numbers of each stage of a pipeline, and wait
 
@@ -264,18 +270,12 @@ class Communicator(Peers):
         rows = mine.repeat(group.size, 1)
         with self.on(self.fetch_stream):
             transfer = self.begin([group], [sender], "norm", [(rows, mine)], options)
-            self.gather_rows(transfer, group, rows)
+            self.send(transfer, group, rows, rows[group.rank], all_gather_single)
             transfer.count(group, mine.nbytes)
             transfer.done.record()
         sender.listener.record(sender, "norm", rows.nbytes, transfer)
         transfer.wait()
         return rows
-
-    def gather_rows(self, transfer: Transfer, group: Group, rows: torch.Tensor) -> None:
-        """
-        ### Start to gather the rows of a group, `(size, n)`, of which each rank has its own
-        """
-        self.send(transfer, group, rows, rows[group.rank], all_gather_single)
 
     def send(self, transfer: Transfer,
              group: Group,
@@ -375,7 +375,7 @@ class Communicator(Peers):
         for group in groups:
             if group.size == 1:
                 continue
-            mine = self._announced(row, options)
+            mine = announced(row, self.device)
             # NCCL runs collectives in order, so this one meets the announcements of the other
             # ranks, whatever they are about to send.
             order = mine.new_empty(group.size, 4)
@@ -389,19 +389,11 @@ class Communicator(Peers):
         transfer.landed = transfer.announced
         return transfer
 
-    def _announced(self, row: tuple[int, ...], options: str) -> torch.Tensor:
-        """
-        #### An announcement in the device's memory: `(4,)` int64
-
-        The host waits while it copies the numbers to the device. Without options it does so once.
-        """
-        if options:
-            return torch.tensor(row, device=self.device)
-        if row not in self._rows:
-            self._rows[row] = torch.tensor(row, device=self.device)
-        return self._rows[row]
-
-    def fail(self, sender: Sender, what: str, expected: str, got: object, cure: str) -> None:
+    def fail(self, sender: Sender,
+             what: str,
+             expected: str,
+             got: object,
+             cure: str) -> None:
         """
         ### Raise an error here, and on the other ranks as soon as they wait for this one
 
@@ -475,7 +467,9 @@ class Communicator(Peers):
         self.event = self._backend.Event
         self.fetch_stream, self.backup_stream = streams(at)
 
-    def _check_shard(self, sender: Sender, full: torch.Tensor, shard: torch.Tensor) -> None:
+    def _check_shard(self, sender: Sender,
+                     full: torch.Tensor,
+                     shard: torch.Tensor) -> None:
         """
         #### Make sure that a shard still fits its flat parameter
 
@@ -533,7 +527,7 @@ class Communicator(Peers):
 
 
 @dataclass(eq=False)
-class Transfer:
+class Transfer(Counted):
     """
     ## A collective in flight
 
@@ -561,10 +555,6 @@ class Transfer:
     works: list[Any] = field(default_factory=list)
     announced: int = 0  # how many of the works, the first ones, are announcements
     landed: int = 0  # how many the next step need not wait for any more
-    sent_bytes: int = 0  # of parameters, gradients or norms, by this rank
-    between_bytes: int = 0  # those to ranks on other nodes
-    messages: int = 0
-    order_bytes: int = 0
 
     def wait(self) -> list[torch.Tensor]:
         """
@@ -630,7 +620,10 @@ class Transfer:
                 self._give_up(self._problem(error))
             raise RuntimeError(self.comm.broken) from error
 
-    def count(self, group: Group, nbytes: int, messages: int = 1, in_ring: bool = True) -> None:
+    def count(self, group: Group,
+              nbytes: int,
+              messages: int = 1,
+              in_ring: bool = True) -> None:
         """
         ### Count what goes to each other rank of a group
 
@@ -659,10 +652,21 @@ class Transfer:
         """
         #### Have the current stream wait, or on the CPU this thread; or raise an error
         """
-        if not self.comm.broken and (problem := self._complete()):
-            self._give_up(problem)
         # After the first error the messages no longer fit each other.
         if self.comm.broken:
+            raise RuntimeError(self.comm.broken)
+        try:
+            self._wait_for(self.works[: self.announced])
+            # Compare before waiting for the data. If the ranks diverged, it may never come.
+            problems = (guards.diverged(self, group.ranks, group.rank, order)
+                        for group, order in self.orders)
+            problem = next(filter(None, problems), "")
+            if not problem:
+                self.go_on()
+        except (RuntimeError, ValueError) as error:
+            problem = self.comm.broken or self._problem(error)
+        if problem:
+            self._give_up(problem)
             raise RuntimeError(self.comm.broken)
 
     def _give_up(self, problem: str) -> None:
@@ -675,22 +679,6 @@ class Transfer:
         alone = self.orders[0][0] if len(self.orders) == 1 else None
         self.comm.announce_fault([group for group in self.comm.groups if group is not alone],
                                  self.sender)
-
-    def _complete(self) -> str:
-        """
-        #### Wait, and return the problem if there is one
-        """
-        try:
-            self._wait_for(self.works[: self.announced])
-            # Compare before waiting for the data. If the ranks diverged, it may never come.
-            for group, order in self.orders:
-                problem = guards.diverged(self, group.ranks, group.rank, order)
-                if problem:
-                    return problem
-            self.go_on()
-        except (RuntimeError, ValueError) as error:
-            return self.comm.broken or self._problem(error)
-        return ""
 
     def go_on(self) -> None:
         """
@@ -727,6 +715,16 @@ class Transfer:
         return (f"{self.where}: the other ranks are lost. Expected: their part of a {self.action}"
                 f"{group.within(error)}. Got: {error}. What to do: {group.advice(error)}")
 
+@functools.lru_cache(4096)
+def announced(row: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """
+    ## An announcement in the device's memory: `(4,)` int64
+
+    The host waits while it copies the numbers to the device. Most of them come again in each step.
+    """
+    return torch.tensor(row, device=device)
+
+
 @functools.cache
 def streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     """
@@ -750,14 +748,9 @@ def named_range(name: str) -> AbstractContextManager[object]:
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
-def allocate(full: torch.Tensor) -> None:
-    """
-    #### Give a flat buffer its memory, if it has none
-    """
-    in_flight.resize(full, full.nbytes)
-
-
-def sum_of(group: Group, mine: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+def sum_of(group: Group,
+           mine: torch.Tensor,
+           received: torch.Tensor) -> torch.Tensor:
     """
     #### The sum over a group, `(n,)`: this rank's row and those that the others have sent
 

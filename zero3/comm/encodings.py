@@ -171,7 +171,9 @@ class Int8:
         """
         return flat[:, :numel].to(torch.int8).view(torch.uint8)
 
-    def _unpack(self, codes: torch.Tensor, flat: torch.Tensor, numel: int) -> None:
+    def _unpack(self, codes: torch.Tensor,
+                flat: torch.Tensor,
+                numel: int) -> None:
         """
         #### And back, into `flat`
         """
@@ -196,11 +198,13 @@ class Int4(Int8):
 
     def _pack(self, flat: torch.Tensor, numel: int) -> torch.Tensor:
         # The last number of an odd row shares its byte with padding.
-        pairs = flat[:, : numel + numel % 2].unflatten(1, (self._code_bytes(numel), 2))
-        return torch.add(pairs[..., 0], pairs[..., 1], alpha=16).add_(136).to(torch.uint8)
+        second = flat[:, 1 : numel + 1 : 2]
+        codes = torch.add(flat[:, :numel:2], second, alpha=16)
+        return codes.add_(136).to(torch.uint8)
 
-    def _unpack(self, codes: torch.Tensor, flat: torch.Tensor, numel: int) -> None:
-        pairs = flat[:, : numel + numel % 2].unflatten(1, (self._code_bytes(numel), 2))
-        pairs[..., 0] = codes & 15
-        pairs[..., 1] = codes >> 4
-        pairs.sub_(8)
+    def _unpack(self, codes: torch.Tensor,
+                flat: torch.Tensor,
+                numel: int) -> None:
+        flat[:, :numel:2] = codes & 15
+        flat[:, 1 : numel + 1 : 2] = codes >> 4
+        flat[:, : numel + 1].sub_(8)

@@ -85,6 +85,7 @@ from zero3.comm.encodings import Encoding, is_encoding
 from zero3.comm.mesh import groups_of, wait_as_long
 from zero3.comm.order import Group, Sender
 from zero3.guards.options import expect
+from zero3.in_flight import in_flight
 from zero3.watch import in_backward
 
 
@@ -171,8 +172,10 @@ class LinkedCommunicator(Communicator):
         """
         ### Join the ranks of a mesh
         """
-        mesh = links.mesh
-        super().__init__(groups, () if mesh is None else tuple(mesh.mesh.flatten().tolist()))
+        ranks: list[int] = []
+        if links.mesh is not None:
+            ranks = links.mesh.mesh.flatten().tolist()
+        super().__init__(groups, tuple(ranks))
         self.links: Links = links
         # The ranks with the same place on the other nodes, or in the other replicas.
         self.across = self.replicas = self.group.only_this()
@@ -227,7 +230,9 @@ class LinkedCommunicator(Communicator):
 
     # -------------------------------------------------------------------------------------- gather
 
-    def all_gather(self, sender: Sender, pairs: Pairs, exact: bool = True) -> Transfer:
+    def all_gather(self, sender: Sender,
+                   pairs: Pairs,
+                   exact: bool = True) -> Transfer:
         """
         ### All-gather: across the nodes first, then inside each node
 
@@ -244,7 +249,7 @@ class LinkedCommunicator(Communicator):
             rows = []
             for full, shard in pairs:
                 self._check_shard(sender, full, shard)
-                collectives.allocate(full)
+                in_flight.resize(full, full.nbytes)
                 transfer.from_cpu |= shard.device != full.device
                 each = self._rows_of(full, exact)
                 rows.append(each)
@@ -308,15 +313,19 @@ class LinkedCommunicator(Communicator):
         """
         return rows.view(self.group.size, self.across.size, -1)[self.group.rank]
 
-    def _hop(self, transfer: Transfer, group: Group, rows: list[torch.Tensor]) -> None:
+    def _hop(self, transfer: Transfer,
+             group: Group,
+             rows: list[torch.Tensor]) -> None:
         """
         #### All-gather across the nodes, or inside this one, into rows of which each rank has some
         """
         for each in rows:
             part = self._slice(each) if group is self.across else each.view(group.size, -1)
-            self.gather_rows(transfer, group, part)
+            self.send(transfer, group, part, part[group.rank], collectives.all_gather_single)
 
-    def _arrived(self, transfer: Transfer, rows: list[torch.Tensor], keeps: bool) -> None:
+    def _arrived(self, transfer: Transfer,
+                 rows: list[torch.Tensor],
+                 keeps: bool) -> None:
         """
         #### All rows are here: decode them, and keep this rank's slice if asked to
         """
@@ -401,7 +410,10 @@ class LinkedCommunicator(Communicator):
             return sums, None
         with self.on(self.backup_stream):
             group = self.across if self.links.has_nodes else self.replicas
-            totals = [self._slice_row(each) for each in sums]
+            # This rank's own row of its slice, (shard_numel,). Without nodes, that is all of it.
+            totals = [each.view(self.across.size, -1)[self.across.rank] for each in sums]
+            if self.links.has_nodes:
+                totals = [total.clone() for total in totals]
             pairs = [(total, total) for total in totals]
             transfer = self.begin([group], [sender], "exchange", pairs)
             transfer.add = partial(self._add_in, group)
@@ -409,14 +421,6 @@ class LinkedCommunicator(Communicator):
                 transfer.pairs[i] = (totals[i], self._send_sums(transfer, group, each, totals[i]))
         sender.listener.record(sender, "exchange", sum(t.nbytes for t in sums), transfer)
         return totals, transfer
-
-    def _slice_row(self, sums: torch.Tensor) -> torch.Tensor:
-        """
-        #### This rank's own row of its slice, a copy: `(shard_numel,)`
-        """
-        if self.across.size == 1:
-            return sums
-        return sums.view(self.across.size, -1)[self.across.rank].clone()
 
     def _send_sums(self, transfer: Transfer,
                    group: Group,
@@ -437,7 +441,8 @@ class LinkedCommunicator(Communicator):
                 self._all_to_all(transfer, group, received, coded)
             else:
                 received = coded.repeat(group.size, 1)
-                self.gather_rows(transfer, group, received)
+                self.send(transfer, group, received, received[group.rank],
+                          collectives.all_gather_single)
                 transfer.count(group, coded.nbytes)
             return received
         received = rows.new_empty(group.size, len(total)) if self.by_messages else total
@@ -452,12 +457,15 @@ class LinkedCommunicator(Communicator):
         transfer.buffers.append(sums)
         return received
 
-    def _add_in(self, group: Group, total: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    def _add_in(self, group: Group,
+                total: torch.Tensor,
+                received: torch.Tensor) -> torch.Tensor:
         """
         #### The sum over a group, in this rank's memory, which a bucket's layers have views of
         """
         if self.links.gradients:
-            return total.copy_(self._sum_decoded(group, total.view(1, -1), received).view(-1))
+            found = self._sum_decoded(group, total.view(1, -1), received)
+            return total.copy_(found.view(-1))
         if self.by_messages:
             return total.copy_(collectives.sum_of(group, total, received))
         # NCCL has added already.

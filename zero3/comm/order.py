@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -74,29 +75,31 @@ class Group:
             raise ValueError(f"the process group of ranks {[*self.ranks]} has been destroyed")
         return found
 
-    @property
+    # The rest follows from these and never changes, so each is computed once.
+
+    @cached_property
     def timeout(self) -> timedelta:
         """
         ### How long to wait for a rank that does not answer
         """
         return timeout_of(self.process_group or dist.group.WORLD, torch.device("cpu"))
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 
-    @property
+    @cached_property
     def global_rank(self) -> int:
         return self.ranks[self.rank]
 
-    @property
+    @cached_property
     def far(self) -> int:
         """
         ### How many of its ranks are on other nodes
         """
         return sum(node_of(rank) != node_of(self.global_rank) for rank in self.ranks)
 
-    @property
+    @cached_property
     def next_is_far(self) -> bool:
         """
         ### Whether the next rank of the group is on another node
@@ -262,7 +265,11 @@ class Peers:
             things = [each for several in group.gather(things) for each in several]
         return things
 
-    def agree(self, sender: Named, what: str, expected: str, problem: str, cure: str) -> None:
+    def agree(self, sender: Named,
+              what: str,
+              expected: str,
+              problem: str,
+              cure: str) -> None:
         """
         ### Raise an error on all ranks if one of them has a problem
 
@@ -274,37 +281,33 @@ class Peers:
             sender.expect(not theirs, what, expected, f"{theirs}, on rank {rank}", cure)
 
 
-class Listener(Protocol):
+class Listener:
     """
     ## Listener: an object that hears of every event
 
-    `Ledger` is one.
+    This one ignores them. Each layer has it until a `Ledger` listens.
     """
 
-    def record(self, sender: object, event: str, nbytes: int | None = 0,
-               transfer: Counted | None = None, tier: str = "device") -> None: ...
-
-
-class Counted(Protocol):
-    """
-    ## What has been sent, as far as a listener has to know it
-    """
-
-    sent_bytes: int
-    between_bytes: int
-    messages: int
-    order_bytes: int
-
-
-class Silence:
-    """
-    ## A listener that ignores events: each layer has it until a `Ledger` listens
-    """
-
-    def record(self, *args: object, **kwargs: object) -> None:
+    def record(self, sender: Any,
+               event: str,
+               nbytes: int | None = 0,
+               transfer: Counted | None = None,
+               tier: str = "device") -> None:
         """
         ### Do nothing
         """
+
+
+@dataclass(eq=False, kw_only=True)
+class Counted:
+    """
+    ## What this rank has sent, for a listener
+    """
+
+    sent_bytes: int = 0  # of parameters, gradients, norms or activations
+    between_bytes: int = 0  # those to ranks on other nodes
+    messages: int = 0
+    order_bytes: int = 0  # of announcements
 
 
 class Sender(Protocol):

@@ -70,8 +70,12 @@ class WeightPart:
         * `blocks` is how many weights were put together along that dimension
         """
         size = shape[dim] // blocks
-        return cls(tuple(shape), math.prod(shape[:dim]) * blocks, size, math.prod(shape[dim + 1 :]),
-                   size * place // count, size * (place + 1) // count)
+        return cls(tuple(shape),
+                   rows=math.prod(shape[:dim]) * blocks,
+                   size=size,
+                   width=math.prod(shape[dim + 1 :]),
+                   begin=size * place // count,
+                   end=size * (place + 1) // count)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """
@@ -95,7 +99,9 @@ class WeightPart:
         own = (self.end - self.begin) * self.width
         return row * own + min(max(inside - self.begin * self.width, 0), own)
 
-    def read(self, begin: int, end: int, read: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+    def read(self, begin: int,
+             end: int,
+             read: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
         """
         ### Elements of the part, read from the whole weight
 
@@ -128,7 +134,8 @@ def whole_values(module: nn.Module) -> Iterator[None]:
 
     Inside, initial values are drawn as for the plain module.
     """
-    parts = {name: part for name, part in vars(module).get("parts", {}).items()
+    parts = {name: part
+             for name, part in vars(module).get("parts", {}).items()
              if name in module._parameters}
     own: Any = {name: module._parameters[name] for name in parts}
     try:
@@ -139,7 +146,8 @@ def whole_values(module: nn.Module) -> Iterator[None]:
         yield
         for name, part in parts.items():
             values: Any = module._parameters[name]
-            own[name].detach().copy_(part.take(values.detach()).view_as(own[name]))
+            taken = part.take(values.detach())
+            own[name].detach().copy_(taken.view_as(own[name]))
     finally:
         module._parameters.update(own)
 
@@ -191,6 +199,8 @@ def _counted(layer: Guarded, flat: FlatParameter) -> list[slice]:
     """
     numel = len(flat.shard)
     first = layer.comm.rank * numel
-    ranges = [slice(max(slot.offset - first, 0), min(slot.end - first, numel))
-              for slot in flat.slots if part_of(layer.module, slot.names[0]) is not None]
+    ranges = [slice(max(slot.offset - first, 0),
+                    min(slot.end - first, numel))
+              for slot in flat.slots
+              if part_of(layer.module, slot.names[0]) is not None]
     return [each for each in ranges if each.start < each.stop]

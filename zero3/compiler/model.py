@@ -76,6 +76,7 @@ from zero3.flat import Slot, own_modules
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import MOST, expect, whole
+from zero3.in_flight import in_flight
 from zero3.offload.activations import Forward, LayerActivations, bring_back
 from zero3.optimizer.buckets import PlannedBucket
 from zero3.watch import in_backward
@@ -200,7 +201,7 @@ class CompiledUnit(Unit):
             self.in_graph = False
             self.is_fetched = False
             for flat in self.flats:
-                flat.free()
+                in_flight.free(flat.full)
             self.listener.record(self, "free", sum(flat.full.nbytes for flat in self.flats))
         elif not self.users:
             self.reshard()

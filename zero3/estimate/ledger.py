@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zero3.comm.order import Counted, Listener, Silence
+from zero3.comm.order import Counted, Listener
 from zero3.sharded import Sharded, ShardedModel
 from zero3.watch import in_backward
 
@@ -58,7 +58,7 @@ class Event:
     between_bytes: int  # those to ranks on other nodes
 
 
-class Ledger:
+class Ledger(Listener):
     """
     ## Record a run
 
@@ -149,7 +149,7 @@ class Ledger:
         return self
 
     def __exit__(self, *exception) -> None:
-        self._listen(Silence())
+        self._listen(Listener())
         for hook in self._hooks:
             hook.remove()
 

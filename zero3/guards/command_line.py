@@ -26,7 +26,10 @@ APP = ("labml", "labml_nn", "matplotlib")
 INSTALL = "install the application's packages, `pip install 'zero3[app]'`"
 
 
-def within(name: str, value: float, least: float, most: float) -> None:
+def within(name: str,
+           value: float,
+           least: float,
+           most: float) -> None:
     """
     ## Raise `ValueError` if a number of a command line is not within limits
     """

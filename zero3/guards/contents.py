@@ -1,13 +1,16 @@
 r"""
-# The contents of a sharded module
+# The uses and the contents of a sharded module
 
-`Contents` notices parameters and layers that are added to a sharded module, and refuses what other
-libraries do to sharded modules and cannot do right.
+`LayerGuard` looks at a layer before and after it computes. It notices writes to its parameters, and
+parameters and layers that are added. Other functions refuse what other libraries do to sharded
+modules and cannot do right.
 
 Without an error, each case trains another model than it seems to:
 
 | somebody | without this chapter | here |
 |---|---|---|
+| sets the weight 1 to 5 in forward | the next all-gather brings back the 1 | an error |
+| returns `self.weight[0]` in forward | reading it crashes the process | an error |
 | assigns a new layer inside | each rank trains a layer of its own | an error in the next forward |
 | calls `load_state_dict` | nothing is loaded | an error |
 | wraps the model in DDP | rank 0's shards replace the others | an error |
@@ -21,11 +24,12 @@ $$\text{modules now} = \text{modules when it was wrapped} \;\Rightarrow\; \text{
 
 **Run this**: `python -m pytest tests/guards/test_other_libraries.py` tries each of these.
 
-**Not covered, and what that costs**: a library that keeps a sharded module without registering it
-as a submodule is noticed only in the next forward.
+**Not covered, and what that costs**: a write through `.data` is lost without a word. A library that
+keeps a sharded module without registering it as a submodule is noticed only in the next forward.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -42,9 +46,9 @@ WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel
             "FlattenParamsWrapper", "ShardedDataParallel", "DeepSpeedEngine")
 
 
-class Contents:
+class LayerGuard:
     """
-    ## The modules inside a sharded layer
+    ## The guard of a layer
     """
 
     def __init__(self, layer: Guarded, params: dict[nn.Module, dict[str, nn.Parameter | None]]):
@@ -142,6 +146,86 @@ class Contents:
                 # New parameters stay, and `check` finds them.
                 for name in params:
                     owner._parameters.pop(name, None)
+
+    def before_forward(self) -> None:
+        """
+        ### Look at the contents, and warn that autocast keeps a copy of each fp32 weight
+        """
+        self.check()
+        layer = self.layer
+        copies = torch.is_autocast_enabled(layer.device.type) and torch.is_grad_enabled()
+        if copies and any(flat.full.dtype == torch.float32 for flat in layer.flats):
+            # The same words for each layer, because Python shows a warning once.
+            warnings.warn(
+                f"rank {layer.comm.global_rank}: layers of fp32 run under autocast, which keeps a "
+                "16-bit copy of every weight from forward to backward. To free these too, convert "
+                "the layers with `.bfloat16()` before wrapping and let `Zero3Optimizer` keep fp32 "
+                "masters.", stacklevel=4)
+
+    def after_forward(self, outputs: list[torch.Tensor]) -> None:
+        """
+        ### Refuse an output that is a view of a parameter, because its memory is about to be freed
+        """
+        self.after_backward()
+        # The address of a layer that is freed already is 0, as that of a view of it.
+        lent = {flat.full.untyped_storage().data_ptr() for layer in self.layer.lenders()
+                for flat in layer.flats if len(flat.full)}
+        for tensor in outputs:
+            has_memory = tensor.layout == torch.strided and tensor.numel() and not tensor.is_meta
+            self.layer.expect(
+                not has_memory or tensor.untyped_storage().data_ptr() not in lent,
+                "puts out freed memory", "a tensor of its own",
+                f"a view of a parameter, {tensor.shape}", "clone it")
+
+    def before_backward(self, versions: tuple[int, ...]) -> None:
+        """
+        ### Refuse a backward pass that is itself recorded, because a second one would follow it
+        """
+        recorded = torch.is_grad_enabled() and not self.layer.is_full_elsewhere
+        self.layer.expect(
+            not recorded, "cannot go backward twice", "backward without `create_graph`",
+            "a backward pass that is itself recorded: a gradient penalty, for instance, or "
+            "a Hessian", "compute it in `with model.full_params():`")
+        self.refuse_old_calls(versions)
+
+    def refuse_old_calls(self, versions: tuple[int, ...]) -> None:
+        """
+        ### Refuse backward through weights that have changed since forward
+
+        Plain PyTorch raises an error here too.
+        """
+        self.layer.expect(
+            versions == self.layer.shard_versions(), "cannot go backward",
+            "the weights of its forward pass", "weights that have changed since, by an "
+            "optimizer for instance", "go backward through all forward passes before you "
+            "step; or compute the forward pass again")
+
+    def before_grad(self, grad: torch.Tensor, name: str) -> None:
+        """
+        ### Refuse a gradient that has no place in the flat one
+
+        `nn.Embedding(sparse=True)` makes such gradients: they list the rows that were used.
+        """
+        self.layer.expect(
+            grad.layout == torch.strided and not grad.requires_grad, "cannot reduce a gradient",
+            "a dense one without a graph", f"{grad.layout}, `{name}`",
+            "use `sparse=False`, and backward without `create_graph`")
+
+    def after_backward(self) -> None:
+        """
+        ### Refuse a write to the parameters, because it is lost when they are freed
+        """
+        # Not fetched, but inside `full_params`: there a write is allowed.
+        if not self.layer.is_fetched:
+            return
+        for flat in self.layer.flats:
+            name = flat.written()
+            self.layer.expect(
+                not name, f"has written to `{name}`", "parameters that only an "
+                "optimizer changes", "a write in forward or backward, which each rank would lose "
+                "with the full parameter", "write to the shards between two steps (`for p in "
+                "model.get_trainable_chunk(): p.clamp_(...)` under `torch.no_grad()`), or in `with "
+                "model.full_params(writeback=True)`")
 
     def _refuse_state_dicts(self, owners: list[nn.Module]) -> list[RemovableHandle]:
         """
@@ -262,7 +346,9 @@ def uncompiled(forward: Callable) -> Callable:
     return call
 
 
-def look_at_wrapper(wrapper: nn.Module, name: str, module: object) -> None:
+def look_at_wrapper(wrapper: nn.Module,
+                    name: str,
+                    module: object) -> None:
     """
     ## Refuse a library that trains whole parameters
 

@@ -10,9 +10,9 @@ names the moment, and a guard decides whether to raise an error.
 | compares it | `Communicator.open` | others on rank 1 (`placement.py`) |
 | has a shard | `StorageFactory.shard` | no room for a step (`room.py`) |
 | will compute | `_prepare` | a new parameter inside (`contents.py`) |
-| has computed | `forward` | a write, which would be lost (`uses.py`) |
-| goes backward | `_pre_backward_hook` | weights that have changed (`uses.py`) |
-| sends | `Transfer._complete` | another layer on rank 1 (`diverged.py`) |
+| has computed | `forward` | a write, which would be lost (`contents.py`) |
+| goes backward | `_pre_backward_hook` | weights that have changed (`contents.py`) |
+| sends | `Transfer._arrive` | another layer on rank 1 (`diverged.py`) |
 | has a gradient | `add_grad` | the norm of a part (`shard_gradients.py`) |
 
 So whoever reads the heart can skip the checks:
@@ -52,10 +52,7 @@ class Guarded(nn.Module, Named):
     device: torch.device
     chunk: nn.ParameterList  # the shards
     flats: list[Any]
-    # Advice about a parameter that is not where somebody looks for it, and about a new one.
-    cure: str
-    cure_for_new: str
-    layer_idx: int
+    cure_for_new: str  # what to do about a new parameter
     listener: Any  # hears what happens to it
     guard: Guard
     is_fetched = False  # from the start of an all-gather until the layer is freed
@@ -143,11 +140,6 @@ class Guard(Protocol):
         ### The parameters will be freed
         """
 
-    def before_copy(self) -> None:
-        """
-        ### Somebody copies or pickles the layer
-        """
-
 
 class Sharers(Protocol):
     """
@@ -203,7 +195,7 @@ class Guards(Protocol):
         ### Its shard will rest on the device
         """
 
-    def freed_class(self, owner: Guarded, name: str, cure: str) -> type[nn.Parameter]:
+    def freed_class(self, owner: Guarded, name: str) -> type[nn.Parameter]:
         """
         ### The class of a parameter while it is freed
         """

@@ -21,7 +21,9 @@ from typing import Any
 MOST = 2**63 - 1
 
 
-def whole(value: Any, least: int = 0, most: int = MOST) -> bool:
+def whole(value: Any,
+          least: int = 0,
+          most: int = MOST) -> bool:
     """
     ## Whether the value is a whole number within limits
 
@@ -31,7 +33,11 @@ def whole(value: Any, least: int = 0, most: int = MOST) -> bool:
             and least <= value <= most)
 
 
-def expect(good: bool, what: str, expected: object, got: object, cure: str,
+def expect(good: bool,
+           what: str,
+           expected: object,
+           got: object,
+           cure: str,
            kind: type[Exception] = ValueError) -> None:
     """
     ## Raise an error if an option cannot work
@@ -45,7 +51,10 @@ def expect(good: bool, what: str, expected: object, got: object, cure: str,
         raise kind(f"{what}. Expected: {expected}. Got: {got}. What to do: {cure}.")
 
 
-def same(what: str, ranks: Sequence[int], every: Sequence[Mapping[str, object]], cure: str,
+def same(what: str,
+         ranks: Sequence[int],
+         every: Sequence[Mapping[str, object]],
+         cure: str,
          kind: type[Exception] = RuntimeError) -> None:
     """
     ## Raise an error on all ranks if they do not have the same values
@@ -71,7 +80,11 @@ class Named:
     label: str  # what errors call it
     comm: Any  # its communicator, which has the number of this rank
 
-    def expect(self, good: bool, what: str, expected: object, got: object, cure: str) -> None:
+    def expect(self, good: bool,
+               what: str,
+               expected: object,
+               got: object,
+               cure: str) -> None:
         """
         ### Raise `RuntimeError` unless this is good
         """

@@ -69,7 +69,9 @@ def check_params(comm: Sharers,
     return at, compare_params(comm, who, params)
 
 
-def compare_params(comm: Sharers, who: str, params: Params) -> int:
+def compare_params(comm: Sharers,
+                   who: str,
+                   params: Params) -> int:
     """
     ## Make sure that all ranks shard the same parameters in the same order
     """
@@ -84,7 +86,9 @@ def compare_params(comm: Sharers, who: str, params: Params) -> int:
     return every[0][1]
 
 
-def check_device(comm: Sharers, who: str, at: torch.device) -> torch.device:
+def check_device(comm: Sharers,
+                 who: str,
+                 at: torch.device) -> torch.device:
     """
     ## Make sure that an accelerator is the one that this rank's collectives use
 

@@ -27,7 +27,9 @@ from zero3.guards.moments import Guarded
 from zero3.guards.options import Named
 
 
-def check_step(layer: Guarded, shard: torch.Tensor, cure: str) -> None:
+def check_step(layer: Guarded,
+               shard: torch.Tensor,
+               cure: str) -> None:
     """
     ## Make sure that there is memory for a training step of a layer
 

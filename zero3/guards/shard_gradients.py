@@ -29,12 +29,13 @@ alone, and nothing notices.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import SupportsIndex
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from zero3.guards.freed import METADATA
 from zero3.guards.moments import Guarded
@@ -81,7 +82,7 @@ class ShardGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         asked = func in _NORMS or func is _UNSCALE
-        layer = _layer([*args, *(kwargs or {}).values()]) if asked else None
+        layer = _layer((args, kwargs)) if asked else None
         if func in _NORMS and layer is not None:
             has_all = layer.comm.world_size == layer.comm.stages.size == 1
             layer.expect(has_all, "cannot give a norm", "the norm of the whole model's gradient",
@@ -175,28 +176,24 @@ def elsewhere(flat: object, param: nn.Parameter) -> GradientElsewhere:
 # ---------------------------------------------------------------------------------------- helpers
 
 
-def _found(args: Iterable[object]) -> Iterator[ShardGradient]:
+def _found(args: object) -> list[ShardGradient]:
     """
     #### The gradients among the arguments of a function
     """
-    for arg in args:
-        if isinstance(arg, ShardGradient):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            yield from _found(arg)
+    return [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, ShardGradient)]
 
 
-def _layer(args: Iterable[object]) -> Guarded | None:
+def _layer(args: object) -> Guarded | None:
     """
     #### The layer of the gradients among these, if it still exists
     """
-    for grad in _found(args):
-        if (flat := grad.flat()) is not None:
-            return flat.owner()
-    return None
+    flats = [grad.flat() for grad in _found(args)]
+    return next((flat.owner() for flat in flats if flat is not None), None)
 
 
-def _agree_on_overflow(layer: Guarded, grads: list[torch.Tensor], found_inf: torch.Tensor,
+def _agree_on_overflow(layer: Guarded,
+                       grads: list[torch.Tensor],
+                       found_inf: torch.Tensor,
                        inv_scale: torch.Tensor) -> None:
     """
     #### Tell all ranks about an overflow that one of them has in its shards

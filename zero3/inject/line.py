@@ -28,7 +28,6 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,7 +43,7 @@ from zero3.comm.collectives import (
     all_to_all_single,
     reduce_scatter_single,
 )
-from zero3.comm.order import Group
+from zero3.comm.order import Counted, Group
 from zero3.comm.parts import connect
 from zero3.guards.options import expect, same
 from zero3.optimizer.steps import before_steps
@@ -163,8 +162,7 @@ class Line:
 
     def _count(self, event: str, nbytes: int, sent_bytes: int) -> None:
         if self.model is not None:
-            sent = SimpleNamespace(sent_bytes=sent_bytes, between_bytes=0, messages=1,
-                                   order_bytes=0)
+            sent = Counted(sent_bytes=sent_bytes, messages=1)
             self.model.listener.record(self, event, nbytes, sent)
 
     def connect(self, model: nn.Module) -> None:

@@ -27,7 +27,8 @@ $$\text{out} = \sum_{\ell < n - \text{keep}} A_\ell \qquad
 \text{in memory} \le \max_\ell \sum_{i = \ell}^{\ell + \text{keep}} A_i$$
 
 torch's `saved_tensors_hooks` calls `pack` for each tensor that autograd saves, keeps the result,
-and calls `unpack` for it in backward. Here the result is a `Handle`.
+and calls `unpack` for it in backward. Here these are `Forward.pack` and `bring_back`, and the
+result is a `Handle`.
 
 | a saved tensor | |
 |---|---|
@@ -150,7 +151,9 @@ class Forward:
     ## One forward call of a layer, which packs what autograd saves
     """
 
-    def __init__(self, activations: Activations, layer: Guarded, inputs: object):
+    def __init__(self, activations: Activations,
+                 layer: Guarded,
+                 inputs: object):
         self.activations = activations
         self.layer = layer
         self.visit: Visit | None = None
@@ -174,7 +177,7 @@ class Forward:
         # A tensor with the same count of writes, and without the memory.
         writes = tensor.detach()
         writes.data = tensor.new_empty(0)
-        return Handle(visit.label, writes, tensor._version, tensor.size(), tensor.stride(),
+        return Handle(self.layer.label, writes, tensor._version, tensor.size(), tensor.stride(),
                       int(tensor.storage_offset()), stored, visit)
 
     def _stays(self, tensor: torch.Tensor) -> bool:
@@ -186,17 +189,11 @@ class Forward:
         if not is_plain or tensor.device != self.layer.device:
             return True
         is_small = tensor.untyped_storage().nbytes() < max(1, self.activations.below_bytes)
-        return is_small or _storage_of(tensor) in self.own or self._is_borrowed(tensor)
-
-    def _is_borrowed(self, tensor: torch.Tensor) -> bool:
-        """
-        #### Whether it is a parameter of another unit
-
-        A unit learns while it computes whose parameters it uses.
-        """
-        units = getattr(self.layer, "externals", ())
-        return any(_storage_of(tensor) == _storage_of(flat.full)
-                   for unit in units for flat in unit.flats)
+        # Parameters of other units. A unit learns while it computes whose parameters it uses.
+        borrowed = (_storage_of(flat.full) for unit in getattr(self.layer, "externals", ())
+                    for flat in unit.flats)
+        key = _storage_of(tensor)
+        return is_small or key in self.own or key in borrowed
 
     def _visit(self) -> "Visit":
         """
@@ -233,32 +230,27 @@ class Handle(NamedTuple):
     stored: SavedStorage | None = None
     visit: "Visit | None" = None
 
-    def unpack(self) -> torch.Tensor:
-        """
-        ### The tensor again
-
-        Raises torch's error if it has been changed in place since.
-        """
-        if self.writes._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{self.writes.type()} {[*self.size]}], saved by {self.label}, "
-                f"is at version {self.writes._version}; expected version {self.version} instead.")
-        if self.stored is None or self.visit is None:
-            return self.writes
-        order.enter(self.visit)
-        memory = self.stored.here()
-        # Memory that was read begins at a block of the disk, somewhere in its storage.
-        offset = int(memory.storage_offset()) // self.writes.itemsize + self.offset
-        tensor = torch.empty(0, dtype=self.writes.dtype, device=memory.device)
-        return tensor.set_(memory.untyped_storage(), offset, self.size, self.stride)
-
 
 def bring_back(handle: Handle) -> torch.Tensor:
     """
-    ## Backward needs a saved tensor
+    ## Backward needs a saved tensor again
+
+    Raises torch's error if it has been changed in place since.
     """
-    return handle.unpack()
+    writes = handle.writes
+    if writes._version != handle.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: [{writes.type()} {[*handle.size]}], saved by {handle.label}, is "
+            f"at version {writes._version}; expected version {handle.version} instead.")
+    if handle.stored is None or handle.visit is None:
+        return writes
+    order.enter(handle.visit)
+    memory = handle.stored.here()
+    # Memory that was read begins at a block of the disk, somewhere in its storage.
+    offset = int(memory.storage_offset()) // writes.itemsize + handle.offset
+    tensor = torch.empty(0, dtype=writes.dtype, device=memory.device)
+    return tensor.set_(memory.untyped_storage(), offset, handle.size, handle.stride)
 
 
 class Visit:
@@ -272,7 +264,6 @@ class Visit:
     def __init__(self, activations: Activations, layer: Guarded):
         self.activations = activations
         self.layer = weakref.ref(layer)
-        self.label = layer.label
         self.number = next(order.numbers)
         # The storages that a graph still needs. Weakly, because they refer to this object.
         self.members: weakref.WeakValueDictionary[int, SavedStorage] = (

@@ -34,8 +34,10 @@ from zero3.guards.options import expect
 from zero3.offload.disk import File, aligned
 
 # Past the cache or not, bytes of a request, and how many are with the disk at once.
-WAYS = [(direct, mib << 20, depth) for direct in (True, False)
-        for mib, depth in ((1, 1), (1, 4), (4, 1), (4, 4), (8, 4), (4, 8))]
+WAYS = [(direct, mib << 20, depth)
+        for direct in (True, False)
+        for mib, depth in ((1, 1), (1, 4), (4, 1),
+                           (4, 4), (8, 4), (4, 8))]
 
 
 class Speed(NamedTuple):
@@ -119,7 +121,9 @@ def main(argv: list[str] | None = None) -> None:
                     f"{error}. What to do: choose a folder on a larger disk, or pass --mib")
 
 
-def show(folder: Path, nbytes: int, rounds: int) -> None:
+def show(folder: Path,
+         nbytes: int,
+         rounds: int) -> None:
     """
     ## Measure, and print the figures
 

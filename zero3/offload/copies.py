@@ -182,7 +182,9 @@ class Copy:
         if self.event is not None:
             self.comm.current_stream().wait_event(self.event)
 
-    def leave(self, owner: Guarded, shelf: Shelf | None = None, at: int = 0) -> None:
+    def leave(self, owner: Guarded,
+              shelf: Shelf | None = None,
+              at: int = 0) -> None:
         """
         ### Begin to copy
 
@@ -205,7 +207,9 @@ class Copy:
             self.moving = shelf.move(True, from_cpu, self.at, self.event)
         self.has_copy = True
 
-    def _copy(self, stream: torch.Stream, to: torch.Tensor, memory: torch.Tensor) -> None:
+    def _copy(self, stream: torch.Stream,
+              to: torch.Tensor,
+              memory: torch.Tensor) -> None:
         """
         #### Copy between the device and the CPU, on a stream beside the compute stream
         """

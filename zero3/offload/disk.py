@@ -24,6 +24,7 @@ import resource
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -40,7 +41,10 @@ class File:
     ## A file, usually without a name
     """
 
-    def __init__(self, folder: Path, nbytes: int, direct: bool, name: str = ""):
+    def __init__(self, folder: Path,
+                 nbytes: int,
+                 direct: bool,
+                 name: str = ""):
         """
         ### Take space for it
 
@@ -63,13 +67,13 @@ class File:
 
     def _past_the_cache(self, direct: bool) -> None:
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT
-        try:
+        # Some file systems always use the page cache.
+        with suppress(OSError):
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT * direct)
-        except OSError:
-            # This file system always uses the page cache.
-            pass
 
-    def move(self, write: bool, memory: torch.Tensor, offset: int) -> None:
+    def move(self, write: bool,
+             memory: torch.Tensor,
+             offset: int) -> None:
         """
         ### Read a block of the file into memory, or write it
 

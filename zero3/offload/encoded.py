@@ -57,7 +57,10 @@ class Encoded(Storage):
     ## A frozen shard that rests encoded
     """
 
-    def __init__(self, encoding: Encoding, tier: str, owner: Guarded, values: torch.Tensor):
+    def __init__(self, encoding: Encoding,
+                 tier: str,
+                 owner: Guarded,
+                 values: torch.Tensor):
         """
         ### Encode a shard
 
@@ -71,8 +74,6 @@ class Encoded(Storage):
         self.tier = tier
         # Weakly, because the layer refers to this object.
         self.owner = weakref.ref(owner)
-        self.numel = len(values)
-        self.dtype = values.dtype
         self.device = owner.device
         at = torch.device("cpu") if tier == "cpu" else self.device
         # (nbytes,) uint8
@@ -81,7 +82,7 @@ class Encoded(Storage):
         self.near: torch.Tensor | None = self.code if at == self.device else None
         self.decoded: torch.Tensor | None = None  # (shard_numel,), device
         self.param = FrozenShard.of_shard(
-            owner, torch.empty(self.numel, dtype=self.dtype, device=at), False,
+            owner, torch.empty(len(values), dtype=values.dtype, device=at), False,
             "it rests encoded: look at it in `full_params()`")
         # Refuse weights that the encoding cannot keep.
         problem = "" if bool(self.load().isfinite().all()) else "an infinity or a NaN"
@@ -89,13 +90,6 @@ class Encoded(Storage):
         owner.comm.agree(owner, "cannot keep its frozen weights encoded", "finite numbers",
                          problem, "wrap this layer with an `Offload` "
                          "without `frozen=`, or look at its weights")
-
-    @property
-    def rest_bytes(self) -> int:
-        """
-        ### Bytes that the shard takes at rest
-        """
-        return self.code.nbytes
 
     def memory(self) -> list[torch.Tensor]:
         """
@@ -126,9 +120,9 @@ class Encoded(Storage):
             comm = self._comm()
             with comm.on(comm.fetch_stream):
                 assert self.near is not None
-                values = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-                self.decoded = values.copy_(
-                    self.encoding.decode(self.near.unsqueeze(0), self.numel)[0])
+                numel = len(self.param)
+                values = torch.empty(numel, dtype=self.param.dtype, device=self.device)
+                self.decoded = values.copy_(self.encoding.decode(self.near.unsqueeze(0), numel)[0])
                 done = comm.event()
                 done.record()
             # The compute stream waits for the decoding, because the shard may be read or written

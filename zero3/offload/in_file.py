@@ -130,7 +130,10 @@ class Buffers:
         """
         file.move(write, box.pop(), at)
 
-    def wait(self, moving: Blocks, owner: Guarded | None, what: str, nbytes: int) -> None:
+    def wait(self, moving: Blocks,
+             owner: Guarded | None,
+             what: str,
+             nbytes: int) -> None:
         """
         ### Wait until blocks have been moved
 
@@ -192,7 +195,9 @@ class InFile(Storage):
 
     tier = "nvme"
 
-    def __init__(self, buffers: Buffers, owner: Guarded, like: dict[str, torch.Tensor]):
+    def __init__(self, buffers: Buffers,
+                 owner: Guarded,
+                 like: dict[str, torch.Tensor]):
         """
         ### Take space in a file
 
@@ -285,13 +290,6 @@ class InFile(Storage):
         self.users.append(self)
 
     # As a storage of a shard.
-
-    @property
-    def rest_bytes(self) -> int:
-        """
-        ### Bytes that the shard takes at rest, in the file
-        """
-        return self.where["shard"][1]
 
     def load(self) -> torch.Tensor:
         """

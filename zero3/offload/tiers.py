@@ -141,7 +141,9 @@ class Offload(StorageFactory):
             return offload
         return cls("device" if offload is None else offload)
 
-    def shard(self, owner: Guarded, values: torch.Tensor, trains: bool) -> Storage:
+    def shard(self, owner: Guarded,
+              values: torch.Tensor,
+              trains: bool) -> Storage:
         """
         ### Put a layer's shard where it rests
 
@@ -172,7 +174,9 @@ class Offload(StorageFactory):
             values = copy_to(cpu, values, values.dtype, owner.device)
         return Storage(nn.Parameter(values, trains), tier)
 
-    def _encode(self, owner: Guarded, values: torch.Tensor, encoding: Encoding) -> Encoded:
+    def _encode(self, owner: Guarded,
+                values: torch.Tensor,
+                encoding: Encoding) -> Encoded:
         """
         #### Let a frozen shard rest encoded
 
@@ -222,7 +226,10 @@ class Offload(StorageFactory):
         return sum(os.fstat(file.fd).st_size
                    for buffers in self.in_use.values() for file in buffers.files)
 
-    def check(self, owner: Any, what: str, nbytes: int, at: torch.device) -> None:
+    def check(self, owner: Any,
+              what: str,
+              nbytes: int,
+              at: torch.device) -> None:
         """
         ### Look whether there is memory, before it is taken
 

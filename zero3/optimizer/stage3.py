@@ -83,8 +83,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.comm.collectives import Communicator
-from zero3.comm.order import Silence
+from zero3.comm.collectives import ALONE, Communicator
+from zero3.comm.order import Listener
 from zero3.comm.parts import connect
 from zero3.flat import FlatParameter
 from zero3.guards.contents import check_groups, stray
@@ -167,7 +167,7 @@ class Zero3Optimizer(Stepper):
         self.layers = [layer for layer in paths if layer.flats]
         # A model without layers is refused below, and that error names the rank.
         self.comm = self.layers[0].comm if self.layers else Communicator()
-        self.listener = Silence()
+        self.listener = Listener()
         self.offload = Offload.of(offload)
         on_device = self.offload.tier == "device" and self.layers
         self.device = self.layers[0].device if on_device else torch.device("cpu")
@@ -290,7 +290,7 @@ class Zero3Optimizer(Stepper):
         for flat, layer in flats.items():
             # A name for errors: in a chain the label has the number of the layer already.
             name = layer.label
-            if paths[layer] and layer.is_alone:
+            if paths[layer] and layer.layer_idx == ALONE:
                 name = f"{paths[layer]} ({layer.label})"
             dtype = self._set_grad_dtype(layer, flat)
             # Parameters with equal options share a group.

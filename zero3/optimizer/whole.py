@@ -346,10 +346,12 @@ class Owners:
                for op, messages in ((dist.irecv, receives), (dist.isend, sends))
                for rank, tensor in messages if len(tensor)]
         transfer.buffers += [op.tensor for op in ops]
-        if ops:
-            # Together, or two ranks could wait for each other.
-            with transfer.starting(*transfer.buffers) as works:
-                works += dist.batch_isend_irecv(ops)
+        # Together, or two ranks of NCCL could wait for each other. gloo starts messages one by one:
+        # if the connection is gone, those that have started are known, and keep their memory.
+        batches = [[op] for op in ops] if comm.by_messages else [ops] * bool(ops)
+        for batch in batches:
+            with transfer.starting(*(op.tensor for op in batch)) as works:
+                works += dist.batch_isend_irecv(batch)
         for rank, tensor in sends:
             is_far = node_of(sharing.ranks[rank]) != node_of(comm.global_rank)
             transfer.sent_bytes += tensor.nbytes

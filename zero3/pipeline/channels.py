@@ -44,7 +44,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -171,10 +170,10 @@ class Channels:
                 self._isend(tensor, to, group, action.is_gradient)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         far = node_of(self.line.ranks[to]) != node_of(self.line.global_rank)
-        return SimpleNamespace(sent_bytes=nbytes,
-                               between_bytes=nbytes * far,
-                               messages=len(tensors),
-                               order_bytes=row.nbytes + told.nbytes)
+        return Counted(sent_bytes=nbytes,
+                       between_bytes=nbytes * far,
+                       messages=len(tensors),
+                       order_bytes=row.nbytes + told.nbytes)
 
     def receive(self, action: Action, source: int) -> Tree:
         """

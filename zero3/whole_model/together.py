@@ -54,9 +54,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero3.comm.collectives import Communicator, Transfer, allocate
+from zero3.comm.collectives import Communicator, Transfer
 from zero3.comm.order import Listener
 from zero3.flat import FlatParameter
+from zero3.in_flight import in_flight
 
 
 class LayerPlace(NamedTuple):
@@ -227,7 +228,7 @@ class Packed:
         self.transfer.wait()
         self.transfer = None
         for full, columns in self.columns:
-            allocate(full)
+            in_flight.resize(full, full.nbytes)
             self.comm.rows(full).copy_(columns)
         nbytes = sum(full.nbytes for full, _ in self.columns)
         self.listener.record(self, "unpacked", nbytes)
