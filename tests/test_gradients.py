@@ -454,8 +454,8 @@ def alternate(places, name, folder, group_by=None):
             optimizer.load_state_dict(told)
     counts = {name: reference.state[p].get("step") for name, p in plain.named_parameters()}
     (states,) = optimizer.shard_states
-    for _, where, piece in states.pieces:
-        for slot, span in zip(states.flat.slots, states.spans, strict=True):
+    for _, where, piece, _ in states.pieces:
+        for slot, span in [(param.slot, param.span) for param in states.params]:
             if span.start < span.stop and where.start <= span.start < where.stop:
                 got = optimizer.state[piece].get("step")
                 assert got == counts[slot.names[0]], (slot.names, got, counts)
@@ -503,9 +503,9 @@ def test_parameters_without_a_gradient_stay_as_they_are(world_size):
     Two heads in alternate steps, with momentum, weight decay, and counted steps, on all tiers, over
     a checkpoint and a state dict: weights and counts are plain PyTorch's. Breaks where an unused
     parameter is stepped with a zero gradient (off by 4.9e-3), or shares its count with a used one.
-    Proves I1, I8, `Zero3Optimizer._used`, `Zero3Optimizer._squares`, `Zero3Optimizer.regroup`,
+    Proves I1, I8, `Zero3Optimizer._unused`, `Zero3Optimizer._squares`, `Zero3Optimizer.regroup`,
     `ShardStates.split_by_use`, `ShardStates.repartition`,
-    `ShardStates.used`, `predict_optimizer`, `Entries.describe`, `Flat.within`,
+    `ShardStates.used`, `predict_optimizer`, `Entries.describe`, `Piece`,
     `_states_of`, `ShardGradient.note_used`.
     """
     for rank in run(alternate_all, world_size):
@@ -542,7 +542,7 @@ def test_a_parameter_is_used_if_any_rank_uses_it_and_says_so_in_few_bytes():
     The ranks use different heads, and both are stepped. A step in which nothing is missing sends 8
     bytes for the shard; one in which something is, 8 more for each parameter; a cut adds a count of
     steps, 4 bytes, and no copy of a moment.
-    Proves I1, I4, `Zero3Optimizer._used`, `ShardStates.split_by_use`, `Piece`.
+    Proves I1, I4, `Zero3Optimizer._unused`, `ShardStates.split_by_use`, `Piece`.
     """
     ranks = run(used_on_one_rank, 2)
     for worst, sent, _ in ranks:
@@ -749,7 +749,7 @@ def test_states_that_an_optimizer_has_from_the_start_go_to_their_files():
             optimizer = Zero3Optimizer(model, torch.optim.Adagrad, lr=0.1, offload=offload,
                                        initial_accumulator_value=0.5)
             if offload:
-                pieces = [piece for states in optimizer.shard_states for *_, piece in states.pieces]
+                pieces = [piece.param for piece in optimizer.pieces]
                 assert [len(piece) for piece in pieces] == [0] * len(pieces)
                 assert [len(optimizer.state[p]["sum"]) for p in pieces] == [0] * len(pieces)
             with torch.no_grad() if offload else nullcontext(), torch.enable_grad():

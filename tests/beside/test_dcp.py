@@ -189,7 +189,7 @@ def test_we_go_on_from_a_folder_of_fsdp2(tmp_path, ranks, then):
     more step on as many ranks is torch's, to the bit where two ranks add. Breaks where a box lies
     elsewhere, a group's options are another's, or a tied weight is looked for under the other name.
     Proves `load_dcp`, `DcpCheckpoint`, `DcpCheckpoint.__init__`, `DcpCheckpoint.read`,
-    `DcpCheckpoint.find`, `DcpFolder`, `DcpFolder.read`, `flat_entry`, `_Into`, `_Objects`,
+    `Listing.find`, `DcpFolder`, `DcpFolder.read`, `flat_entry`, `_Into`, `_Objects`,
     `load_from`.
     """
     before, after = run(torch_saves, ranks, tmp_path / "torch", True)[0]
@@ -559,7 +559,7 @@ def test_a_damaged_folder_is_an_error_on_all_ranks(tmp_path):
     """
     That names the tensor, and leaves model and optimizer as they were. A pickle of something else
     than numbers is not opened. Breaks where the model is changed before all was read.
-    Proves `load_dcp`, `DcpCheckpoint`, `errors_name`, `all_or_none`.
+    Proves `load_dcp`, `DcpCheckpoint`, `errors_name`, `agreed`.
     """
     run(saves_small, 2, tmp_path / "good")
     folders = []

@@ -126,8 +126,8 @@ def fingerprint(model, optimizer, extra):
     """All that a checkpoint has to bring back, in 64 digits."""
     drawn = np.random.get_state()
     told = hashlib.sha256(repr((extra, random.getstate(), drawn[0], drawn[2:])).encode())
-    states = [optimizer.state.get(piece, {}) for kept in optimizer.shard_states
-              for _, _, piece in kept.pieces]
+    states = [optimizer.state.get(piece.param, {}) for kept in optimizer.shard_states
+              for piece in kept.pieces]
     moments = [state[key].numpy() for state in states for key in sorted(state)]
     for each in (*values(model).values(), *moments, drawn[1], torch.get_rng_state().numpy()):
         told.update(each)

@@ -224,7 +224,7 @@ def test_training_with_states_away_is_training_without_to_the_bit(ranks, dtype, 
     between, a look at the states and a load while they are away, an exception in backward, and
     micro-batches. Breaks if a step does not bring the states back first.
     Proves I1, `StatesAway.offload`, `StatesAway.vacate`, `StatesAway.reload`, `StatesAway.back`,
-    `away.Part`, `away.movable`, `optimizer_on_device`, `graph.Operation`, `ShardStates.bring_back`,
+    `away.Part`, `away.movable`, `optimizer_on_device`, `graph.Operation`, `ShardStates.in_memory`,
     `Portion.put_master`, `ShardStates.master`.
     """
     if backend == "inductor" and Inductor.missing(torch.device("cpu")):
@@ -287,7 +287,7 @@ def test_a_checkpoint_finds_states_that_are_away(tmp_path):
     """
     Saved between forward and backward, on purpose, and loaded while states of another run are away.
     Breaks if a checkpoint reads tensors without elements.
-    Proves `ShardStates.bring_back`, `StatesAway.back`.
+    Proves `ShardStates.in_memory`, `StatesAway.back`.
     """
     x = torch.ones(16, 8, dtype=torch.bfloat16)
     runs = [make(torch.bfloat16, "aot_eager", ALL) for _ in range(2)]

@@ -320,7 +320,7 @@ def test_other_orders_of_calls_are_those_of_hooks_to_the_bit():
     before a step, if a bucket is sent inside of `no_sync`, if a kept layer is not gathered again
     after somebody has freed it, and if `retain_graph` works only in the first backward pass.
     Proves I7, `CompiledUnit.prepare`, `CompiledUnit.wait`, `CompiledUnit.collect`,
-    `CompiledUnit.settle`, `Bucket.instead_of`, `PlannedBucket`, `PlannedBucket.send`,
+    `CompiledUnit.settle`, `Zero3Optimizer.__init__`, `PlannedBucket`, `PlannedBucket.send`,
     `CompiledModel`.
     """
     for found in run(does_alike, 2):

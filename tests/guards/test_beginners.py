@@ -453,7 +453,7 @@ def test_a_parameter_may_get_its_first_gradient_later_than_its_neighbours():
 def test_a_group_takes_the_options_of_its_optimizer():
     """
     A typing mistake in `weight_decay` would train without, in silence.
-    Proves `Zero3Optimizer._special_options`.
+    Proves `Zero3Optimizer._members`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match=r"cannot use `group_by`(.*)weight_decay"):

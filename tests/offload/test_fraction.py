@@ -115,8 +115,8 @@ def test_any_fraction_trains_to_the_same_bits(world_size, dtype, micro_batches, 
     clipping, param groups, and a parameter that is not always used and spans the cut. Breaks if the
     cut is not at the end of a block of the norm, or one portion takes the other's step for a write
     of the caller's.
-    Proves I8, `Portion`, `Portion.norms`, `Portion.place`, `Portion.in_memory`, `stepped_names`,
-    `portions.inside`, `block_norms`, `ShardStates.in_memory`, `Here`.
+    Proves I8, `Portion`, `Portion.norms`, `Portion.place`, `Portion.in_memory`, `parts.inside`,
+    `block_norms`, `ShardStates.in_memory`, `Here`.
     """
     for rank in run(some_steps, world_size, str(tmp_path), dtype, micro_batches):
         assert rank == dict.fromkeys([*FRACTIONS, "all"], True)
@@ -227,7 +227,7 @@ def test_bytes_fall_in_proportion(tmp_path):
     Eight layers with 8,192 elements on each of two ranks. Their shards are their own masters, so
     two moments and a gradient are in files. Each step writes all of that, and reads what is in no
     buffer. With 0, 0.25, 0.5 and 1 of the states it is exactly so much.
-    Proves `ShardStates.divide`, `Portion.nbytes`, `ShardStates.in_file`.
+    Proves `ShardStates.__init__`, `Portion.nbytes`, `ShardStates.in_file`.
     """
     for found in run(bytes_moved, 2, str(tmp_path)):
         read, written, on_disk = found[1]
@@ -244,7 +244,7 @@ def test_bytes_fall_in_proportion(tmp_path):
 def test_the_cut_is_at_the_end_of_a_block(numel, fraction, cut):
     """
     The formula at the head of the chapter, and its table.
-    Proves `ShardStates.divide`.
+    Proves `ShardStates.__init__`.
     """
     model = Zero3Layer(nn.Linear(numel, 1, bias=False))
     (states,) = Zero3Optimizer(model, offload=Offload("cpu", fraction=fraction)).shard_states

@@ -324,7 +324,7 @@ def test_a_rank_holds_16_bytes_for_each_parameter_of_its_shards(world_size):
     ZeRO's 2 + 2 + 12 after backward, 14 after `zero_grad()`, for bf16 and for fp16; for fp32, where
     the shard is its own master, the same 16 and 12. Beside that 4 bytes for each shard, in which
     torch's Adam counts its steps.
-    Proves `ShardStates.place`, `ShardStates.master_dtype`, `Portion.can_step_shard`,
+    Proves `ShardStates.place`, `ShardStates.__init__`, `Portion.can_step_shard`,
     `Zero3Optimizer.zero_grad`.
     """
     numels = [sum(p.numel() for p in layer.parameters())
@@ -935,7 +935,7 @@ def padding():
         optimizer.backward(model(batch(4, step).to(BF16)).float().square().mean())
         # The last layer's 18 elements divide by three.
         for shard_states in optimizer.shard_states[:-1]:
-            states = [optimizer.state[piece] for _, _, piece in shard_states.pieces]
+            states = [optimizer.state[piece.param] for piece in shard_states.pieces]
             seen += [shard_states.shard, shard_states.master, shard_states.shard.grad]
             seen += [s[key] for s in states for key in ("exp_avg", "exp_avg_sq") if key in s]
         seen = [t.detach().clone() for t in seen]

@@ -269,7 +269,7 @@ def test_muon_and_adamw_give_the_bits_of_plain_pytorch(world_size, names):
     norm differs from plain PyTorch's in the order of its sums, so both clip by ours. Breaks if a
     piece is missing or in the wrong place, if a gradient is scaled twice or not at all, or if the
     owner steps something that plain PyTorch does not.
-    Proves `Owners.step`, `Whole.within`, `Whole.in_shard`, `in_rounds`, `is_whole`.
+    Proves `Owners.step`, `Owners._within`, `in_rounds`, `is_whole`.
     """
     cases = [BITS[name] for name in names]
     assert run(several, world_size, cases) == [[[]] * len(cases)] * world_size
@@ -381,7 +381,7 @@ def test_the_halves_of_a_matrix_would_be_stepped_in_other_directions():
     """
     The numbers at the head of the chapter: what Muon makes of each row alone, and what two ranks
     make of the matrix.
-    Proves `Owners`, `Owners.__init__`, `Whole`, `Trip`, `Stepper`.
+    Proves `Owners`, `Owners.__init__`, `Member`, `Trip`, `Stepper`.
     """
     grad = torch.tensor([[3.0, 1.0], [1.0, 3.0]])
     assert [muon_of(grad[:1]), muon_of(grad[1:])] == [[0.65, 0.22], [0.22, 0.65]]
@@ -405,7 +405,7 @@ def test_replicas_and_tiers_give_the_same_bits(tmp_path):
     """
     Two replicas of two ranks, each of which has owners of its own; masters in CPU memory and in
     files, where a piece is copied out of the buffer of its shard, and shards in files as well.
-    Proves I8, `Owners._piece`, `Owners._land`.
+    Proves I8, `Owners._collect`, `Owners._land`.
     """
     assert run(in_tiers, 4, tmp_path) == [[[]] * 4] * 4
 

@@ -68,10 +68,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from zero3.checkpoint.entries import NOT_SAVED, Entries, Flat
 from zero3.checkpoint.formats import DcpFolder, dcp_state, flat_entry, is_meta, name_and_key
 from zero3.checkpoint.reader import CheckpointReader, Listing, Param, encode, errors_name
-from zero3.checkpoint.save_load import all_here, all_or_none, load_from
+from zero3.checkpoint.save_load import all_here, load_from
+from zero3.comm.parts import inside
 from zero3.in_flight import in_flight
 from zero3.offload.tensors import Broken
-from zero3.optimizer.portions import Here, inside
+from zero3.optimizer.portions import Here
+from zero3.whole_model.materialise import agreed
 
 
 def save_dcp(folder: str | Path,
@@ -94,7 +96,7 @@ def save_dcp(folder: str | Path,
     entries = all_here("saved", folder, model, optimizer)
     if entries.owners is not None:
         entries.spread = entries.owners.spread()
-    with all_or_none(entries, f"cannot be saved to {folder}", "what DCP can write",
+    with agreed(entries, f"cannot be saved to {folder}", "what DCP can write",
                      "see there; nothing has changed"):
         _check(entries, Path(folder))
         described = entries.describe()
@@ -170,7 +172,7 @@ class _Boxes(dcp.DefaultSavePlanner):
         shard_numel = len(flat.parameter.shard)
         first = self.entries.comm.rank * shard_numel
         items = []
-        for cut in [where for _, where, _ in flat.pieces] or [slice(0, shard_numel)]:
+        for cut in [piece.where for piece in flat.pieces] or [slice(0, shard_numel)]:
             begin = max(slot.offset, first + cut.start)
             end = min(slot.end, first + cut.stop)
             at = begin - first
@@ -206,7 +208,7 @@ class _Boxes(dcp.DefaultSavePlanner):
         """
         found = [(each.where, each.master) for each in self.here]
         if key != "param":
-            states = [(cut, self.entries.state_of(piece)) for _, cut, piece in flat.pieces]
+            states = [(piece.where, self.entries.state_of(piece.param)) for piece in flat.pieces]
             found = [(cut, state.moments[key]) for cut, state in states if key in state.moments]
         return next(values[inside(cut, where)] for cut, values in found
                     if cut.start <= where.start < cut.stop)
@@ -305,13 +307,6 @@ class DcpCheckpoint(CheckpointReader):
             known = groups if kind == "param_groups" else self.dcp.scalars
             known.setdefault(at, {})[name] = value
         return [group for _, group in sorted(groups.items())]
-
-    def find(self, names: list[str]) -> Param | None:
-        """
-        ### The parameter with one of these names: of a tied one, that which is in a param group
-        """
-        known = [self.by_name[name] for name in names if name in self.by_name]
-        return max(known, key=lambda param: param.entry["param_group"] is not None, default=None)
 
     def read(self, param: Param, key: str, begin: int, end: int) -> torch.Tensor:
         """

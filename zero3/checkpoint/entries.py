@@ -88,7 +88,6 @@ class Own:
     slot: Slot
     part: WeightPart | None  # the part that the ranks of a shard have; none, if all of it
     group: int | None  # its param group
-    span: slice  # where in the shard its states are
     found: Param = field(init=False)  # its record in a checkpoint, from `Entries.check`
 
 
@@ -118,13 +117,6 @@ class Flat:
         ### Whether the saved values are in a file
         """
         return isinstance(self.owned.in_file if self.owned else self.parameter.storage, InFile)
-
-    def within(self, where: slice) -> list[int]:
-        """
-        ### Indices of the parameters whose state covers part of this range of the shard
-        """
-        return [i for i, own in enumerate(self.params)
-                if max(own.span.start, where.start) < min(own.span.stop, where.stop)]
 
 
 class Entry(NamedTuple):
@@ -186,7 +178,8 @@ class Entries(Named):
         # The states of a `Zero3Optimizer`, by their shards.
         self.owned: dict[torch.Tensor, ShardStates] = {
             states.shard: states for states in getattr(optimizer, "shard_states", ())}
-        self.flats = [self._flat(layer, paths[layer], p) for layer in layers for p in layer.flats]
+        self.flats = [self._flat(layer, paths[layer], p)
+                      for layer in layers for p in layer.flats]
         self.params = [own for flat in self.flats for own in flat.params]
         # The layers of a rank in a pipeline may all be frozen.
         frozen = self.comm.stages.size > 1 and getattr(optimizer, "model", None) is model
@@ -212,16 +205,15 @@ class Entries(Named):
         slots = parameter.slots
         owned = self.owned.get(shard)
         # One of torch's optimizers has a single state for the shard.
-        whole = slice(0, len(shard))
-        spans = owned.spans if owned else [
-            whole if slot.view.numel() else slice(0, 0) for slot in slots]
+        with_elements = [i for i, slot in enumerate(slots) if slot.view.numel()]
         pieces = owned.pieces if owned else [
-            Piece(index, whole, shard) for index, group in enumerate(self.param_groups)
+            Piece(index, slice(0, len(shard)), shard, with_elements)
+            for index, group in enumerate(self.param_groups)
             if any(p is shard for p in group["params"])]
-        groups = owned.group_indices if owned else [
+        groups = [param.group_index for param in owned.params] if owned else [
             pieces[0].group_index if pieces else None] * len(slots)
-        params = [Own(self._names(paths, slot), slot, part_of(layer.module, slot.names[0]), group,
-                      span) for slot, group, span in zip(slots, groups, spans, strict=True)]
+        params = [Own(self._names(paths, slot), slot, part_of(layer.module, slot.names[0]), group)
+                  for slot, group in zip(slots, groups, strict=True)]
         return Flat(paths[0], layer, parameter, owned, pieces, params)
 
     def _names(self, paths: list[str], slot: Slot) -> list[str]:
@@ -232,7 +224,8 @@ class Entries(Named):
         """
         own = [f"{path}.{name}".strip(".") for path in paths for name in slot.names]
         tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
-        names = own + [name for name, p in tied.items() if p is slot.param and name not in own]
+        names = own + [name for name, p in tied.items()
+                       if p is slot.param and name not in own]
         return sorted(names, key=lambda name: self.order.get(name.rpartition(".")[0], 0))
 
     def _find_replicated(self, paths: dict[nn.Module, list[str]]) -> dict[str, torch.Tensor]:
@@ -260,14 +253,16 @@ class Entries(Named):
         for flat in self.flats:
             keys = {"param": type_name(flat.dtype)}
             states: list[StatesEntry] = []
-            for index, where, piece in flat.pieces:
-                moments, others = self.state_of(piece)
+            for piece in flat.pieces:
+                moments, others = self.state_of(piece.param)
                 # An optimizer has no state for a parameter that it has not stepped yet.
                 if moments or others:
-                    keys |= {key: type_name(value.dtype) for key, value in moments.items()}
-                    scalars = {key: encode(value, key) for key, value in others.items()}
-                    states.append({"param_group": index, "moments": [*moments], "scalars": scalars,
-                                   "params": flat.within(where)})
+                    keys |= {key: type_name(value.dtype)
+                             for key, value in moments.items()}
+                    scalars = {key: encode(value, key)
+                               for key, value in others.items()}
+                    states.append({"param_group": piece.group_index, "moments": [*moments],
+                                   "scalars": scalars, "params": piece.positions})
             numel = flat.params[-1].slot.end
             described.append({
                 "place": self.place,
@@ -288,7 +283,8 @@ class Entries(Named):
         state = self.state.get(piece, {})
         moments = {key: value for key, value in state.items()
                    if isinstance(value, torch.Tensor) and value.dim() == 1}
-        others = {key: value for key, value in state.items() if key not in moments}
+        others = {key: value for key, value in state.items()
+                  if key not in moments}
         return self.spread.get(piece, Spread(moments, others))
 
     def options(self) -> OptimizerEntry | None:
@@ -343,7 +339,8 @@ class Entries(Named):
         Larger elements come first (see `Writer`). Among elements of one size, shards in files come
         first, because an asynchronous save does not copy them.
         """
-        own = [(i, described["keys"]) for i, described in enumerate(manifest["flats"])
+        own = [(i, described["keys"])
+               for i, described in enumerate(manifest["flats"])
                if described["place"] == self.place]
         found = [Entry(f"{i}.{key}", TYPES[dtype], (len(flat.parameter.shard),), not flat.in_file,
                        flat, key)
@@ -366,10 +363,11 @@ class Entries(Named):
                     if entry.key == "param":
                         yield from (each.master for each in values)
                         continue
-                    for _, where, piece in flat.pieces:
-                        zeros = torch.zeros((), dtype=entry.dtype).expand(where.stop - where.start)
+                    for piece in flat.pieces:
+                        numel = piece.where.stop - piece.where.start
+                        zeros = torch.zeros((), dtype=entry.dtype).expand(numel)
                         # Without this moment, if only other param groups have it by their options.
-                        yield self.state_of(piece).moments.get(entry.key, zeros)
+                        yield self.state_of(piece.param).moments.get(entry.key, zeros)
 
     @contextmanager
     def here(self, flat: Flat, write: bool = False) -> Iterator[list[Here]]:
@@ -411,11 +409,11 @@ class Entries(Named):
         checkpoint's. Raises `Broken` if the checkpoint does not fit.
         """
         for own in self.params:
-            found = checkpoint.find(own.names)
+            found: Any = checkpoint.find(own.names)
             shape = own.part.shape if own.part else tuple(own.slot.view.shape)
-            if found is None or found.shape != shape:
-                there = f"of {found.shape}" if found else "missing"
-                raise Broken(f"`{own.names[0]}` is {there} in the checkpoint, of {shape} here")
+            there = f"of {found.shape}" if found else "missing"
+            _expect(bool(found) and found.shape == shape,
+                    f"`{own.names[0]}` is {there} in the checkpoint, of {shape} here")
             own.found = found
         groups = _match_groups(checkpoint, everywhere)
         if self.optimizer is not None:
@@ -431,8 +429,10 @@ class Entries(Named):
         """
         # A checkpoint that was converted from another format has buffers among its parameters, and
         # may have a tied parameter once under each of its names.
-        there = {*checkpoint.manifest["replicated"], *(each.name for each in checkpoint.params)}
-        self.found = {name: t for name, t in self.replicated.items() if name in there}
+        there = {*checkpoint.manifest["replicated"],
+                 *(each.name for each in checkpoint.params)}
+        self.found = {name: t for name, t in self.replicated.items()
+                      if name in there}
         # Only the names of all stages tell whether the checkpoint has one more.
         here = {name for names, _ in everywhere for name in names}
         # A tensor with several names needs only one of them.
@@ -462,8 +462,8 @@ class Entries(Named):
         for flat in self.flats:
             if not flat.owned:
                 # One of torch's optimizers has a single state for the shard.
-                shared = [flat.params[i].found.states for _, where, _ in flat.pieces
-                          for i in flat.within(where)]
+                shared = [flat.params[i].found.states for piece in flat.pieces
+                          for i in piece.positions]
                 _expect(all(states == shared[0] for states in shared),
                         f"the parameters from `{flat.params[0].names[0]}` on share a shard here, "
                         "and have different optimizer states, different numbers of steps for "
@@ -557,14 +557,15 @@ class Entries(Named):
             flat.layer.reshard()
             if flat.owned:
                 # Cut the shard between parameters that have different states in the checkpoint.
-                flat.owned.repartition([own.found.states for own in flat.params], self.state)
+                flat.owned.repartition([own.found.states for own in flat.params],
+                                       self.state)
                 flat.pieces = flat.owned.pieces
             with self.here(flat, write=True) as here:
                 for where, master, _ in here:
                     master.copy_(self.shard(checkpoint, flat, "param", where))
                 self._take_states(checkpoint, flat)
         if isinstance(self.optimizer, Zero3Optimizer):
-            self.optimizer.regroup()
+            self.optimizer.regroup(self.optimizer.pieces)
             self._take_wholes(checkpoint, self.optimizer.owners)
         for name, tensor in self.found.items():
             tensor.copy_(checkpoint.replicated(self.comm.rank, name))
@@ -578,27 +579,28 @@ class Entries(Named):
         """
         #### Load the optimizer states of a shard, except those of parameters stepped whole
         """
-        for index, where, piece in flat.pieces:
+        for index, where, param, positions in flat.pieces:
             if index in self.inner:
                 continue
             # All parameters of a piece have the same state.
-            own = flat.params[flat.within(where)[0]]
+            own = flat.params[positions[0]]
             read = partial(self.shard, checkpoint, flat, where=where)
             new = _read_states(checkpoint, own.found, flat.dtype, read)
             # The old state may have other keys.
-            self.state.pop(piece, None)
+            self.state.pop(param, None)
             if new:
-                self.state[piece] = _on_device(new, self.param_groups[index], piece.device)
+                self.state[param] = _on_device(new, self.param_groups[index], param.device)
 
     def _take_wholes(self, checkpoint: CheckpointReader, owners: Owners) -> None:
         """
         #### Load the states of the parameters that this rank owns
         """
-        flats = {flat.owned: flat for flat in self.flats}
+        found_at = {own.slot: own.found for own in self.params}
         for whole in owners.own:
-            found = flats[whole.states].params[whole.position].found
-            owners.put_state(whole, _read_states(checkpoint, found, whole.states.master_dtype,
-                                                 partial(checkpoint.read_whole, found)))
+            found = found_at[whole.slot]
+            owners.put_state(whole, _read_states(
+                checkpoint, found, owners.wholes[whole].master_dtype,
+                partial(checkpoint.read_whole, found)))
 
     def _take_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """
@@ -719,7 +721,8 @@ def _merge_states(states: list[StatesEntry]) -> list[StatesEntry]:
     Each lists its parameters as `params`. They differ if some parameters of a param group were used
     in other steps than the rest.
     """
-    by_param = {i: entry for entry in states for i in entry["params"] or ()}
+    by_param = {i: entry
+                for entry in states for i in entry["params"] or ()}
     found: dict[str, Any] = {}
     for i in sorted(by_param):
         entry = {**by_param[i], "params": None}

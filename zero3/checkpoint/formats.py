@@ -89,8 +89,10 @@ def from_tensors(folder: Path,
 
     Raises `Broken` if the folder has checkpoints. After any other error it has an interrupted save.
     """
-    flats = [flat_entry(name, keys, scalars.get(name, {})) for name, keys in tensors.items()]
-    entries = {f"{i}.{key}": (name, key) for i, (name, keys) in enumerate(tensors.items())
+    flats = [flat_entry(name, keys, scalars.get(name, {}))
+             for name, keys in tensors.items()]
+    entries = {f"{i}.{key}": (name, key)
+               for i, (name, keys) in enumerate(tensors.items())
                for key in keys}
     like: Like = {f"{i}.{key}": (dtype, (math.prod(shape),))
                   for i, keys in enumerate(tensors.values())
@@ -134,7 +136,8 @@ def flat_entry(name: str,
     return {
         "place": 0, "layer": name, "dtype": type_name(dtype), "numel": math.prod(shape),
         "padding": 0,
-        "keys": {key: type_name(dtype) for key, (dtype, _) in keys.items()},
+        "keys": {key: type_name(dtype)
+                 for key, (dtype, _) in keys.items()},
         "params": [{"names": [name], "shape": [*shape], "offset": 0, "param_group": group}],
         "states": [states] if moments or scalars else []}
 
@@ -182,7 +185,8 @@ def to_deepspeed(folder: Path,
 
     # Without options here, DeepSpeed keeps its own. Stages 1 and 2 load as many groups as are
     # listed, so list one for each parameter.
-    groups = [{"params": [i]} for i in range(len(checkpoint.params))]
+    groups = [{"params": [i]}
+              for i in range(len(checkpoint.params))]
     state = {"state": {0: {"step": steps_taken}}, "param_groups": groups[:1]}
     # Stages 1 and 2 check the version.
     torch.save({"optimizer_state_dict": state, "param_groups": groups, "ds_version": "0.19.8"},
@@ -223,7 +227,8 @@ def from_deepspeed(source: Path, folder: Path) -> None:
 
     stage_3, other_stages = (root / name for name in _MODEL_STATES)
     model = _load_deepspeed(stage_3 if stage_3.exists() else other_stages)
-    buffers = {name: model["module"][name] for name in model.get("buffer_names", [])}
+    buffers = {name: model["module"][name]
+               for name in model.get("buffer_names", [])}
     # Stage 3 stores flat tensors, and their shapes here.
     shapes = {name: shape for group in model.get("param_shapes", [])
               for name, shape in group.items()}
@@ -241,12 +246,16 @@ def from_deepspeed(source: Path, folder: Path) -> None:
         options = _load_deepspeed(root / "zero" / "optimizer_state.pt")
         steps_of_all = options["optimizer_state_dict"]["state"][0]["step"]
 
-    tensors = {name: {"param": (b.dtype, tuple(b.shape))} for name, b in buffers.items()}
+    tensors = {name: {"param": (b.dtype, tuple(b.shape))}
+               for name, b in buffers.items()}
     scalars = {}
-    for path in sorted(path for path in (root / "zero").iterdir() if path.is_dir()):
+    for path in sorted(path for path in (root / "zero").iterdir()
+                       if path.is_dir()):
         keys = {"param", *(file.stem for file in path.glob("*.pt"))} - {_FP32, "step"}
-        values = {key: read(path.name, key) for key in sorted(keys)}
-        tensors[path.name] = {key: (t.dtype, tuple(t.shape)) for key, t in values.items()}
+        values = {key: read(path.name, key)
+                  for key in sorted(keys)}
+        tensors[path.name] = {key: (t.dtype, tuple(t.shape))
+                              for key, t in values.items()}
         own = path / "step.pt"
         steps_taken = _load_deepspeed(own) if own.exists() else steps_of_all
         trained = len(keys) > 1
@@ -398,7 +407,8 @@ def from_dcp(source: Path, folder: Path) -> None:
     Its step is that of the optimizer states; of weights alone it is 0.
     """
     found = DcpFolder(source)
-    steps_taken = [int(known["step"]) for known in found.scalars.values() if "step" in known]
+    steps_taken = [int(known["step"])
+                   for known in found.scalars.values() if "step" in known]
     from_tensors(folder, max(steps_taken, default=0), found.tensors, found.scalars, found.read)
 
 
@@ -446,12 +456,14 @@ def _dcp_keys(metadata: dcp.Metadata) -> dict[tuple[str, str], str]:
     A folder without any `model` is a plain state dict.
     """
     paths = metadata.planner_data or {}
-    nested = any("model" in paths.get(key, ()) for key in metadata.state_dict_metadata)
+    nested = any("model" in paths.get(key, ())
+                 for key in metadata.state_dict_metadata)
     found: dict[tuple[str, str], str] = {}
     tensors = [dcp_key for dcp_key, entry in metadata.state_dict_metadata.items()
                if isinstance(entry, TensorStorageMetadata)]
     for dcp_key in tensors:
-        path = [str(part) for part in paths.get(dcp_key, (dcp_key,))]
+        path = [str(part)
+                for part in paths.get(dcp_key, (dcp_key,))]
         if "optim" in path:
             # Either `state`, name and moment are parts of the path, or they are one part.
             rest = ".".join(path[path.index("optim") + 1 :])

@@ -370,13 +370,19 @@ class Listing:
         self.params = merge_parts([
             Param(i, entry, _states_of(flat, at)) for i, flat in enumerate(self.flats)
             for at, entry in enumerate(flat["params"])])
-        self.by_name = {name: param for param in self.params for name in param.entry["names"]}
+        self.by_name = {name: param
+                        for param in self.params for name in param.entry["names"]}
 
     def find(self, names: list[str]) -> Param | None:
         """
         ### The parameter with one of these names, if there is one
+
+        Other libraries store a tied one under each of its names. Take that which is in a param
+        group.
         """
-        return next((self.by_name[name] for name in names if name in self.by_name), None)
+        known = [self.by_name[name] for name in names
+                 if name in self.by_name]
+        return max(known, key=lambda param: param.entry["param_group"] is not None, default=None)
 
     def dtype(self, param: Param, key: str) -> torch.dtype:
         """
@@ -430,7 +436,8 @@ class CheckpointReader(Listing):
         show it.
         """
         groups = (self.manifest["optimizer"] or {"groups": []})["groups"]
-        ends = [0, *(entry["offset"] + math.prod(entry["shape"]) for entry in flat["params"])]
+        ends = [0, *(entry["offset"] + math.prod(entry["shape"])
+                     for entry in flat["params"])]
         # On an accelerator there may be padding between two parameters.
         good = all(entry["names"] and min(entry["shape"], default=0) >= 0 and entry["offset"] >= end
                    and entry["param_group"] in (None, *range(len(groups)))
@@ -440,7 +447,8 @@ class CheckpointReader(Listing):
         moments = {key for states in flat["states"] for key in states["moments"]}
         good = (good and ends[-1] == flat["numel"] and flat["padding"] >= 0 and whole_shards
                 and {"param", *moments} == {*flat["keys"]})
-        widest = max(TYPES[dtype].itemsize for dtype in (flat["dtype"], *flat["keys"].values()))
+        widest = max(TYPES[dtype].itemsize
+                     for dtype in (flat["dtype"], *flat["keys"].values()))
         shortest_bytes = min(file.nbytes for file in self.files_at(flat["place"]))
         if not good or self._shard_numel(flat) * widest > shortest_bytes:
             raise ValueError(f"layer `{flat['layer']}` does not add up")
@@ -575,10 +583,12 @@ def _read_manifest(path: Path) -> Manifest:
         flat.setdefault("place", 0)
     # Another program may have written it.
     _check_types(manifest, Manifest, "the manifest")
-    used = [*(flat["place"] for flat in manifest["flats"]), *manifest["replicated"].values()]
+    used = [*(flat["place"] for flat in manifest["flats"]),
+            *manifest["replicated"].values()]
     one_file_each = 0 < len(manifest["files"]) == manifest["places"] * manifest["world_size"]
     known = manifest["format"] == FORMAT and version == VERSION
-    if not (known and one_file_each and all(0 <= place < manifest["places"] for place in used)):
+    if not (known and one_file_each
+            and all(0 <= place < manifest["places"] for place in used)):
         raise ValueError("another program wrote it")
     return manifest
 
@@ -639,7 +649,8 @@ def encode(value: object, where: str = "extra") -> Any:
                  for key, each in value.items()]
         if isinstance(value, Counter):
             return {"__counter__": pairs}
-        if all(isinstance(key, str) and not key.startswith("__") for key in value):
+        if all(isinstance(key, str) and not key.startswith("__")
+               for key in value):
             return dict(pairs)
         return {"__items__": pairs}
     raise ValueError(f"`{where}` is a {type(value).__name__}")

@@ -76,10 +76,10 @@ from zero3.checkpoint.reader import (
 )
 from zero3.comm.collectives import ALONE, Communicator
 from zero3.comm.order import Listener
-from zero3.guards.command_line import one_line
 from zero3.guards.options import Named, expect, same
 from zero3.offload.tensors import Broken, FileEntry, Writer
 from zero3.sharded import comm_of
+from zero3.whole_model.materialise import agreed
 
 
 def save(folder: str | Path,
@@ -157,7 +157,7 @@ def all_here(done: str,
         # A rank that is in a step hears of it. Otherwise both would wait until the time-out.
         for group in comm.groups:
             comm.begin([group], [caller], "save or load", [], "checkpoint").wait()
-    with all_or_none(caller, f"cannot be {done}", "valid arguments on all ranks",
+    with agreed(caller, f"cannot be {done}", "valid arguments on all ranks",
                      "look at the arguments on that rank; nothing has changed"):
         entries = Entries(model, optimizer)
         mine = {"`optimizer`": entries.optimizer_class if optimizer else None,
@@ -169,20 +169,6 @@ def all_here(done: str,
          comm.gather(mine), "call it alike on all ranks; nothing has changed")
     _end_last_save(comm)
     return entries
-
-
-@contextmanager
-def all_or_none(caller: Named, what: str, expected: str, cure: str) -> Iterator[None]:
-    """
-    ## Leave the block on all ranks, or raise an error on all if one of them has raised any
-    """
-    problem = ""
-    try:
-        yield
-    except Exception as error:
-        # An error without a text is one, too.
-        problem = one_line(f"{error}") or repr(error)
-    caller.comm.agree(caller, what, expected, problem, cure)
 
 
 class Saving:
@@ -201,8 +187,7 @@ class Saving:
         self.undo = ExitStack()
         self.writer: Writer | None = None  # once it has reserved the disk space
         self.hook: RemovableHandle | None = None
-        # The file is on the disk, and all is: the folder of the checkpoint, or an error.
-        self.written: Future[FileEntry | None] = Future()
+        # The folder of the checkpoint when all is on the disk, or an error.
         self.complete: Future[Path] = Future()
 
     def begin(self, extra: object, async_write: bool) -> None:
@@ -228,6 +213,7 @@ class Saving:
         with self._on_all_ranks():
             copies = self._write_now(listed, async_write)
         worker = ThreadPoolExecutor(1, "zero3-checkpoint")
+        # This rank's file, when it is on the disk.
         self.written = worker.submit(self._write_rest, copies)
         worker.shutdown(wait=False)
         if async_write:
@@ -267,7 +253,8 @@ class Saving:
         """
         #### Reserve the space of this rank's file
         """
-        like = {entry.name: (entry.dtype, entry.shape) for entry in listed}
+        like = {entry.name: (entry.dtype, entry.shape)
+                for entry in listed}
         header = {_random_key(replica): states for replica, states in enumerate(streams)}
         count = self.manifest["places"] * self.manifest["world_size"]
         name = file_name(self.entries.file_number, count)
@@ -280,7 +267,8 @@ class Saving:
         now = len(listed)
         if async_write:
             # Write up to the last tensor from a file now: only the others are copied.
-            now = 1 + max((i for i, e in enumerate(listed) if not e.in_memory), default=-1)
+            now = 1 + max((i for i, e in enumerate(listed) if not e.in_memory),
+                          default=-1)
         for values in self.entries.tensors(listed[:now]):
             assert self.writer, "a rank without a file has no tensors to write"
             self.writer.write(values)
@@ -345,7 +333,7 @@ class Saving:
         #### Leave the block on all ranks; if one has raised, clean up, and raise an error on all
         """
         try:
-            with all_or_none(
+            with agreed(
                     self.entries, f"of step {self.step} cannot be saved to {self.folder}",
                     "a folder with room to write to, and an `extra` of numbers, strings, tensors, "
                     "lists and dicts", "make room, or choose another folder; the older checkpoints "
@@ -406,7 +394,7 @@ def load_from(path: Path, entries: Entries, read: Callable[[Path], CheckpointRea
     * `read` opens the folder `path`; the rest is as for `load`
     """
     everywhere = entries.tensor_names()
-    with all_or_none(entries, f"in {path} cannot be loaded", "an intact checkpoint of this model "
+    with agreed(entries, f"in {path} cannot be loaded", "an intact checkpoint of this model "
                      "and optimizer", "pass the folder of another one; `python -m "
                      "zero3.checkpoint verify` tells which ones of `zero3.save` are intact"):
         checkpoint = read(path)
@@ -416,7 +404,7 @@ def load_from(path: Path, entries: Entries, read: Callable[[Path], CheckpointRea
         # Other formats have no such states.
         states = _random_states_of(checkpoint, entries) if checkpoint.files else {}
         _check_random_states(states, entries.device)
-    with all_or_none(entries, f"in {path} was whole, and then was not", "files that nobody writes "
+    with agreed(entries, f"in {path} was whole, and then was not", "files that nobody writes "
                      "to during a load", "load it again, or another one: until then the model has "
                      "old and new values"):
         entries.take(checkpoint, groups)

@@ -197,10 +197,17 @@ def _counted(layer: Guarded, flat: FlatParameter) -> list[slice]:
 
     Of biases and norms that all ranks have whole, those of the first rank count.
     """
-    numel = len(flat.shard)
-    first = layer.comm.rank * numel
-    ranges = [slice(max(slot.offset - first, 0),
-                    min(slot.end - first, numel))
-              for slot in flat.slots
-              if part_of(layer.module, slot.names[0]) is not None]
+    first = layer.comm.rank * len(flat.shard)
+    shard = slice(first, first + len(flat.shard))
+    ranges = [inside(shard, slice(slot.offset, slot.end))
+              for slot in flat.slots if part_of(layer.module, slot.names[0]) is not None]
     return [each for each in ranges if each.start < each.stop]
+
+
+def inside(outer: slice, where: slice) -> slice:
+    """
+    ## A range as one of the range `outer`; empty if it lies elsewhere
+    """
+    begin, end = (min(max(bound, outer.start), outer.stop) - outer.start
+                  for bound in (where.start, where.stop))
+    return slice(begin, end)

@@ -90,7 +90,7 @@ class StatesAway:
             return
         for states in optimizer.shard_states:
             if states.layer is self.layer:
-                states.away = self.back
+                states.bring_back = self.back
                 self.parts += [Part(here.dtype, put, Copy(here.view(torch.uint8)))
                                for here, put in movable(states, optimizer)]
         for part in self.parts:

@@ -55,17 +55,6 @@ class Bucket(Reducer):
         # The gradients in flight: one list for each data type, in the order of packing.
         self.packed: list[list[_Share]] = []
 
-    @staticmethod
-    def instead_of(reducer: Reducer, bucket_bytes: int) -> "Bucket":
-        """
-        ### The bucket that takes a reducer's place
-
-        A compiled model keeps its own, because its graphs say when to send.
-        """
-        if isinstance(reducer, PlannedBucket):
-            return reducer
-        return Bucket(reducer.comm, bucket_bytes)
-
     def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
         """
         ### Put a layer's gradients in, and send the bucket when it is full
@@ -75,7 +64,8 @@ class Bucket(Reducer):
         # The end of a backward pass offers every layer once more.
         already_here = layer in self.layers or self._is_waiting(layer)
         if not self.holds and not already_here:
-            gradients = [_Gradient(layer, i, *pair) for i, pair in enumerate(pairs)]
+            gradients = [_Gradient(layer, i, *pair)
+                         for i, pair in enumerate(pairs)]
             if self._fills(gradients) or self.comm.divisor == 1:
                 # Send them at once, without a copy, ahead of the layers that wait.
                 self._send(gradients)
@@ -134,9 +124,11 @@ class Bucket(Reducer):
             by_dtype.setdefault(gradient.grad.dtype, []).append(gradient)
 
         groups = by_dtype.values()
-        self.packed = [[_Share(g.layer, g.position, self.comm.rows(g.grad).shape[1]) for g in group]
+        self.packed = [[_Share(g.layer, g.position, self.comm.rows(g.grad).shape[1])
+                        for g in group]
                        for group in groups]
-        layers = list(dict.fromkeys(g.layer for group in groups for g in group))
+        layers = list(dict.fromkeys(g.layer
+                                    for group in groups for g in group))
         pairs = [self._pack(group) for group in groups]
         self.started(layers, self.comm.reduce_scatter(layers, pairs))
 

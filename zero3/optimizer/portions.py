@@ -34,7 +34,7 @@ a piece otherwise, so a cut matters in a param group that begins inside of a sha
 are stepped whole take no fraction.
 """
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zero3.comm.parts import inside
 from zero3.flat import FlatParameter, Names
 from zero3.gradients import block_norms
 from zero3.guards.shard_gradients import plain_part
@@ -62,6 +63,7 @@ class Piece(NamedTuple):
     group_index: int  # of its param group
     where: slice  # in the shard
     param: nn.Parameter  # a view of the master; without elements while the master is in a file
+    positions: list[int]  # of the parameters that it has elements of, in the flat parameter
 
 
 class Here(NamedTuple):
@@ -72,15 +74,6 @@ class Here(NamedTuple):
     where: slice  # in the shard
     master: torch.Tensor  # (n,)
     grad: Any  # (n,), if there is one
-
-
-def inside(outer: slice, where: slice) -> slice:
-    """
-    ## A range of the shard as one of the range `outer`; empty if it lies elsewhere
-    """
-    begin, end = (min(max(bound, outer.start), outer.stop) - outer.start
-                  for bound in (where.start, where.stop))
-    return slice(begin, end)
 
 
 def whole_of(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -109,6 +102,7 @@ class Portion:
     master: Any = None
     pieces: list[Piece] = field(default_factory=list)  # those of the shard that are in here
     in_file: InFile | None = None  # the states that rest in a file, always with the gradient
+    stepped: list[str] = field(default_factory=list)  # those of them that a step changes
     # The gradient, if it rests in memory, and not in the shard.
     own_grad: torch.Tensor | None = None
     file_norms: torch.Tensor | None = None  # of the gradient in the file, if there is one
@@ -176,8 +170,8 @@ class Portion:
         """
         # One zero for all elements: the wrapped optimizer finds the right size.
         zeros = torch.zeros(1, dtype=self.master_dtype).expand(self.numel)
-        like = {"master": zeros} if self.master is None else {}
-        like |= {name: zeros for name in moments}
+        self.stepped = ["master"] * (self.master is None) + moments
+        like = dict.fromkeys(self.stepped, zeros)
         like["grad"] = zeros.to(self.grad_dtype)
         buffers = self.offload.buffers_for("states", layer, self.offload.buffers)
         self.in_file = InFile(buffers, layer, like)
@@ -233,8 +227,8 @@ class Portion:
         self.file_norms = block_norms(grad, self.counted)
         self.in_file.write_async("grad")
         for portion in self.prefetch:
-            if portion.in_file and (changed := stepped_names(portion.in_file.where)):
-                portion.in_file.read_async(*changed)
+            if portion.in_file and portion.stepped:
+                portion.in_file.read_async(*portion.stepped)
 
     def read_grad(self) -> torch.Tensor | None:
         """
@@ -280,7 +274,12 @@ class Portion:
                 known[name] = view
         try:
             yield Here(self.where, self.master, views.get("grad", self.grad))
-            self._write(state, views, write)
+            # Moments that the optimizer has made in this step.
+            for known, name, view in self._moments(state, views):
+                if known[name].data_ptr() != view.data_ptr():
+                    known[name] = view.copy_(known[name])
+            if self.in_file is not None and write and self.stepped:
+                self.in_file.write_async(*self.stepped)
         finally:
             # Leave pieces and moments without elements: the next shard gets the buffer.
             for known, name, view in self._moments(state, views):
@@ -315,17 +314,6 @@ class Portion:
         for piece in self.pieces:
             piece.param.data = master[inside(self.where, piece.where)]
 
-    def _write(self, state: State, views: dict[str, torch.Tensor], write: bool) -> None:
-        """
-        #### Write what a step has changed, if it rests in a file
-        """
-        # Moments that the optimizer has made in this step.
-        for known, name, view in self._moments(state, views):
-            if known[name].data_ptr() != view.data_ptr():
-                known[name] = view.copy_(known[name])
-        if self.in_file is not None and write and (names := stepped_names(views)):
-            self.in_file.write_async(*names)
-
     def _moments(self, state: State, views: dict[str, torch.Tensor]
                  ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
         """
@@ -336,10 +324,3 @@ class Portion:
             for name, value in known.items():
                 if name in views and isinstance(value, torch.Tensor):
                     yield known, name, views[name][inside(self.where, piece.where)]
-
-
-def stepped_names(names: Iterable[str]) -> list[str]:
-    """
-    ## The states in a file that a step changes: all but the gradient
-    """
-    return [name for name in names if name != "grad"]

@@ -75,32 +75,31 @@ import math
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from zero3.comm.collectives import ALONE, Communicator
-from zero3.comm.order import Listener
-from zero3.comm.parts import connect
+from zero3.comm.parts import connect, inside
 from zero3.flat import FlatParameter
 from zero3.guards.contents import check_groups, stray
 from zero3.guards.shard_gradients import GradientElsewhere, elsewhere
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
-from zero3.optimizer.buckets import Bucket
-from zero3.optimizer.portions import Piece, inside, whole_of
-from zero3.optimizer.states import ShardStates, moments_of
+from zero3.optimizer.buckets import Bucket, PlannedBucket
+from zero3.optimizer.portions import Piece, whole_of
+from zero3.optimizer.states import Member, ShardStates, is_whole, moments_of
 from zero3.optimizer.whole import (
     KNOWN_LOOKS,
     STEPS_EACH,
     Owners,
     Stepper,
     class_name,
-    is_whole,
     looks_at,
 )
 from zero3.sharded import ShardedModel
@@ -167,7 +166,6 @@ class Zero3Optimizer(Stepper):
         self.layers = [layer for layer in paths if layer.flats]
         # A model without layers is refused below, and that error names the rank.
         self.comm = self.layers[0].comm if self.layers else Communicator()
-        self.listener = Listener()
         self.offload = Offload.of(offload)
         on_device = self.offload.tier == "device" and self.layers
         self.device = self.layers[0].device if on_device else torch.device("cpu")
@@ -195,9 +193,11 @@ class Zero3Optimizer(Stepper):
         self._check_model(optimizer_class, kwargs)
         self._check_arguments(bucket_bytes)
 
-        # The layers of a chain share a reducer, and get a bucket in its place.
-        buckets = {layer.reducer: Bucket.instead_of(layer.reducer, bucket_bytes)
-                   for layer in self.layers}
+        # The layers of a chain share a reducer, and get a bucket in its place. A compiled model
+        # keeps its own, because its graphs say when to send.
+        buckets = {reducer: reducer if isinstance(reducer, PlannedBucket)
+                   else Bucket(reducer.comm, bucket_bytes)
+                   for reducer in dict.fromkeys(layer.reducer for layer in self.layers)}
         # Layers without parameters too: the root of a whole model may be one, and its reducer has
         # to know when a backward pass begins.
         for layer in paths:
@@ -207,8 +207,7 @@ class Zero3Optimizer(Stepper):
             bucket.scaled = self.scaled
             bucket.optimizer = weakref.ref(self)
 
-        options: list[dict[str, Any]] = []
-        self.shard_states = self._make_shard_states(paths, options)
+        options = self._make_shard_states(paths)
         # A stage of a pipeline may have nothing to train, but not all of them.
         some = any(self.comm.stages.gather(bool(self.shard_states)))
         self.expect(some, "has nothing to do", "a trainable Zero3Layer", "none",
@@ -265,40 +264,39 @@ class Zero3Optimizer(Stepper):
                     "a number of bytes, 0 or more", bucket_bytes, cure)
 
     @torch.no_grad()
-    def _make_shard_states(self, paths: dict[Zero3Layer, str],
-                           options: list[dict[str, Any]]) -> list[ShardStates]:
+    def _make_shard_states(self, paths: dict[Zero3Layer, str]) -> list[dict[str, Any]]:
         """
         #### Take over every trainable shard that has elements
 
-        * `options` is filled with the options of each param group, the same on all ranks
+        Returns the options of each param group, the same on all ranks.
         """
         plain = plain_paths(self.model)
         flats = {flat: layer for layer in self.layers for flat in layer.flats
                  if flat.shard.requires_grad and len(flat.shard)}
-        special = {flat: self._special_options(flat, plain[layer])
-                   for flat, layer in flats.items()}
+        params = {flat: self._members(flat, plain[layer])
+                  for flat, layer in flats.items()}
         # All stages of a pipeline get the same param groups, so a scheduler sets the same learning
         # rates on all of them.
-        mine = [each for of_flat in special.values() for each in of_flat]
+        mine = [param.options for of_flat in params.values() for param in of_flat]
         every: list[dict[str, Any]] = []
         for each in chain(*self.comm.stages.gather(mine)):
             if each not in every:
                 every.append(each)
         # Groups that are stepped whole come last.
-        options += sorted(every, key=is_whole)
-        found = []
+        options = sorted(every, key=is_whole)
+        self.shard_states = []
         for flat, layer in flats.items():
             # A name for errors: in a chain the label has the number of the layer already.
             name = layer.label
             if paths[layer] and layer.layer_idx == ALONE:
                 name = f"{paths[layer]} ({layer.label})"
             dtype = self._set_grad_dtype(layer, flat)
-            # Parameters with equal options share a group.
-            indices = [options.index(each) for each in special[flat]]
-            wholes = {i for i, each in enumerate(special[flat]) if is_whole(each)}
-            found.append(ShardStates(layer, name, flat, dtype, indices, self._spans(flat), wholes))
-            found[-1].divide(self.offload, self.device)
-        return found
+            for param in params[flat]:
+                # Parameters with equal options share a group.
+                param.group_index = options.index(param.options)
+            self.shard_states.append(ShardStates(
+                layer, name, flat, params[flat], dtype, self.offload, self.device))
+        return options
 
     def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> torch.dtype:
         """
@@ -318,33 +316,25 @@ class Zero3Optimizer(Stepper):
         shard.grad_dtype = dtype
         return dtype
 
-    def _special_options(self, flat: FlatParameter, path: str) -> list[dict[str, Any]]:
+    def _members(self, flat: FlatParameter, path: str) -> list[Member]:
         """
-        #### What `group_by` says about each parameter in a flat one
-        """
-        found = []
-        for slot in flat.slots:
-            name = f"{path}.{slot.names[0]}".strip(".")
-            special = self.group_by(name, slot.param)
-            known = not self.takes or "optimizer" in special or special.keys() <= self.takes
-            self.expect(known, "cannot use `group_by`",
-                        f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
-                        "correct the name of the option")
-            found.append(special)
-        return found
-
-    def _spans(self, flat: FlatParameter) -> list[slice]:
-        """
-        #### The part of this rank's shard that each parameter of a flat one has
-
-        A part may be empty. Padding belongs to the parameter before it.
+        #### The parameters in a flat one, with the options that `group_by` returns for them
         """
         first = self.comm.rank * len(flat.shard)
         shard = slice(first, first + len(flat.shard))
-        offsets = [*(slot.offset
-                     for slot in flat.slots), len(flat.full)]
-        return [inside(shard, slice(begin, end))
-                for begin, end in pairwise(offsets)]
+        ends = [slot.offset for slot in flat.slots[1:]] + [len(flat.full)]
+        found = []
+        for slot, end in zip(flat.slots, ends, strict=True):
+            name = f"{path}.{slot.names[0]}".strip(".")
+            special = self.group_by(name, slot.param)
+            known = not self.takes or is_whole(special) or special.keys() <= self.takes
+            self.expect(known, "cannot use `group_by`",
+                        f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
+                        "correct the name of the option")
+            # The part in this rank's shard, which may be empty.
+            span = inside(shard, slice(slot.offset, end))
+            found.append(Member(name, slot, special, span))
+        return found
 
     def _choose_fused(self, optimizer_class: Callable[..., torch.optim.Optimizer],
                       kwargs: dict[str, Any]) -> None:
@@ -372,16 +362,14 @@ class Zero3Optimizer(Stepper):
         self.moments = list(dict.fromkeys(moments))
         # Check now whether there is room for everything. The first step creates the moments, and
         # would fail in the middle.
-        need_bytes = {} if self.offload.tier == "nvme" else {self.device: 0}
-        if self.offload.fraction < 1:
-            need_bytes[self.layers[0].device] = 0
-        for states in self.shard_states:
-            for portion in states.portions:
-                if portion.offload.tier != "nvme":
-                    need_bytes[portion.device] += portion.nbytes(self.moments)
-        for device, nbytes in need_bytes.items():
+        in_memory = [portion for states in self.shard_states for portion in states.portions
+                     if portion.offload.tier != "nvme"]
+        for device in dict.fromkeys((self.device, self.layers[0].device)):
+            nbytes = sum(portion.nbytes(self.moments)
+                         for portion in in_memory if portion.device == device)
             self.offload.check(self, "masters, moments and gradients", nbytes, device)
-        some_whole = any(states.wholes for states in self.shard_states)
+        some_whole = any(is_whole(param.options)
+                         for states in self.shard_states for param in states.params)
         self.expect(self.offload.fraction in (0, 1) or not some_whole, "cannot divide its states",
                     "parameters that are stepped element by element",
                     "some that are stepped whole", "leave `fraction` out")
@@ -408,19 +396,20 @@ class Zero3Optimizer(Stepper):
         `Piece` explains them. The formula of the step is torch's own. Parameters that are stepped
         whole have optimizers of their own, for the groups `of_owners`.
         """
-        full = [{**each, "params": self._params_of(i)}
+        full = [{**each, "params": [piece.param
+                                    for piece in self.pieces if piece.group_index == i]}
                 for i, each in enumerate(groups)]
         self.inner = optimizer_class(full or [{"params": []}], **kwargs)
         del self.inner.param_groups[len(groups):]
         self.made_by = (optimizer_class, kwargs)
-        whose = [(states.name, states.flat.slots[0].names, states.group_indices)
+        whose = [(states.name, [(param.slot.names, param.group_index)
+                                for param in states.params])
                  for states in self.shard_states]
         self._layout = zlib.crc32(str(whose).encode())
         super().__init__(self.inner.param_groups or [{"params": []}], self.inner.defaults)
-        self.owners = Owners(self, dict(enumerate(of_owners, len(groups))),
-                             plain_paths(self.model))
+        self.owners = Owners(self, dict(enumerate(of_owners, len(groups))))
         self._share_groups()
-        self.regroup()
+        self.regroup(self.pieces)
         for states in self.shard_states:
             first = states.portions[0]
             if first.in_file is not None:
@@ -430,12 +419,12 @@ class Zero3Optimizer(Stepper):
                     with states.in_memory(self.state):
                         pass
 
-    def _params_of(self, group_index: int) -> list[nn.Parameter]:
+    @property
+    def pieces(self) -> list[Piece]:
         """
-        #### The pieces of all shards that belong to a param group
+        ### The pieces of all shards
         """
-        return [piece.param for states in self.shard_states for piece in states.pieces
-                if piece.group_index == group_index]
+        return [piece for states in self.shard_states for piece in states.pieces]
 
     def _share_groups(self) -> None:
         """
@@ -446,12 +435,12 @@ class Zero3Optimizer(Stepper):
         self.param_groups = [*self.inner.param_groups, *self.owners.param_groups]
         self.state = self.inner.state
 
-    def regroup(self) -> None:
+    def regroup(self, pieces: list[Piece]) -> None:
         """
-        ### Put the pieces of all shards into their param groups again, after some were cut
+        ### Let the param groups have these pieces only
         """
         for i, group in enumerate(self.param_groups):
-            group["params"] = self._params_of(i)
+            group["params"] = [piece.param for piece in pieces if piece.group_index == i]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """
@@ -567,9 +556,11 @@ class Zero3Optimizer(Stepper):
         was frozen when the optimizer was built has no master, so it would be reduced and never
         stepped.
         """
-        self.expect(not any(bucket.holds for bucket in self.buckets), "cannot step", "gradients "
-                    "that are reduced", "some that are held back", "leave `no_sync()` first")
-        has_scale = self.loss_scale != 1 and any(states.has_grad for states in self.shard_states)
+        self.expect(not any(bucket.holds for bucket in self.buckets), "cannot step",
+                    "gradients that are reduced", "some that are held back",
+                    "leave `no_sync()` first")
+        has_scale = self.loss_scale != 1 and any(
+            states.shard.grad is not None for states in self.shard_states)
         self.expect(self.has_scaled or not has_scale, "cannot step", "gradients "
                     f"of a loss times {self.loss_scale:g}", "gradients of `loss.backward()`, which "
                     "has no scale", "call `optimizer.backward(loss)`; then `zero_grad()` and go on")
@@ -628,25 +619,26 @@ class Zero3Optimizer(Stepper):
                    for device in {portion.device for states in self.shard_states
                                   for portion in states.portions}}
         # A negative sign: this rank had no gradient for some of the parameters (see `_squares`).
-        used = self._used(squares.signbit().all(dim=0).tolist())
-        pieces = {states: states.pieces for states in self.shard_states if states.has_grad}
-        for states, flags in used.items():
-            pieces[states] = states.split_by_use(flags, self.state)
-        if used:
-            self.regroup()
-        self.owners.step(used, factor)
-        # The others, of the last groups, are stepped now.
+        unused = self._unused(squares.signbit().all(dim=0).tolist())
+        # The owners step the pieces of the last param groups.
         count = len(self.inner.param_groups)
-        pieces = {states: [piece for piece in stepped if piece.group_index < count]
-                  for states, stepped in pieces.items()}
-        batches = self._batches([states for states in pieces if any(used.get(states, [True]))])
-        for i, batch in enumerate(batches):
-            # If states rest in files, one buffer is being written, one has the states of this
-            # shard, and the others receive those of the next shards.
-            for states in chain(*batches[i : i + self.offload.buffers - 1]):
-                if states.in_file is not None:
-                    states.in_file.read_async()
-            self._update({states: pieces[states] for states in batch}, factor, scratch)
+        pieces = {states: [piece for piece in states.split_by_use(unused, self.state)
+                           if piece.group_index < count]
+                  for states in self.shard_states
+                  if states.shard.grad is not None and not unused.issuperset(states.params)}
+        batches = self._batches(pieces)
+        try:
+            self.owners.step(unused, factor)
+            for i, batch in enumerate(batches):
+                # If states rest in files, one buffer is being written, one has the states of this
+                # shard, and the others receive those of the next shards.
+                for states in chain(*batches[i : i + self.offload.buffers - 1]):
+                    if states.in_file is not None:
+                        states.in_file.read_async()
+                self._update({states: pieces[states] for states in batch},
+                             factor, scratch)
+        finally:
+            self.regroup(self.pieces)
 
         self.good_steps += 1
         if self.dynamic and self.good_steps % self.scale_window == 0:
@@ -702,28 +694,25 @@ class Zero3Optimizer(Stepper):
         options = f"{self._rule()}, for parameters with the checksum {self._layout}"
         return self.comm.numbers(self, squares, options)
 
-    def _used(self, partial_everywhere: list[bool]) -> dict[ShardStates, list[bool]]:
+    def _unused(self, partial_everywhere: list[bool]) -> set[Member]:
         """
-        #### Which parameters had a gradient on any rank
+        #### Which parameters had a gradient on no rank, though their shard has one
 
         * `partial_everywhere` says for each shard whether every rank lacked the gradient of some
           parameter
 
-        Returns a flag for each parameter of such shards. All-gather of 8 bytes for each of these
-        parameters. All ranks call it.
+        All-gather of 8 bytes for each parameter of such shards. All ranks call it.
         """
         asked = [states for states, is_partial
                  in zip(self.shard_states, partial_everywhere, strict=True) if is_partial]
         if not asked:
-            return {}
-        mine = [float(slot.names in (states.used or ()))
-                for states in asked
-                for slot in states.flat.slots]
+            return set()
+        mine = {param: float(param.slot.names in (states.used or ()))
+                for states in asked for param in states.params}
         rows = self.comm.numbers(self, torch.tensor(
-            mine, dtype=torch.double, device=self.layers[0].device))
-        flags = iter((rows.sum(dim=0) > 0).tolist())
-        return {states: [next(flags)
-                         for _ in states.flat.slots] for states in asked}
+            [*mine.values()], dtype=torch.double, device=self.layers[0].device))
+        counts = rows.sum(dim=0).tolist()
+        return {param for param, count in zip(mine, counts, strict=True) if not count}
 
     def _overflow(self, squares: torch.Tensor, stages: torch.Tensor) -> None:
         """
@@ -751,7 +740,7 @@ class Zero3Optimizer(Stepper):
             self.loss_scale = self.loss_scale / 2
             self.good_steps = 0
 
-    def _batches(self, stepped: list[ShardStates]) -> list[list[ShardStates]]:
+    def _batches(self, stepped: Iterable[ShardStates]) -> list[list[ShardStates]]:
         """
         #### The shards that each call of the wrapped optimizer steps
 
@@ -798,8 +787,9 @@ class Zero3Optimizer(Stepper):
             # The device first: it steps its portions while the CPU steps the others.
             devices = {piece.param.device for piece in pieces}
             for device in sorted(devices, key=lambda device: device.type == "cpu"):
-                with self._only([piece for piece in pieces if piece.param.device == device]):
-                    self.inner.step()
+                # Otherwise the wrapped optimizer would look at all pieces for every batch.
+                self.regroup([piece for piece in pieces if piece.param.device == device])
+                self.inner.step()
             for states, stepped in batch.items():
                 # Record it while the pieces hold the widened gradient, so that it is counted.
                 for portion in states.portions:
@@ -812,26 +802,13 @@ class Zero3Optimizer(Stepper):
                     # The step has scaled it in the buffer only.
                     states.drop_grad()
 
-    @contextmanager
-    def _only(self, pieces: list[Piece]) -> Iterator[None]:
-        """
-        #### Let the param groups have these pieces only
-
-        Otherwise the wrapped optimizer would look at all pieces for every batch.
-        """
-        all_params = [group["params"] for group in self.param_groups]
-        try:
-            for i, group in enumerate(self.param_groups):
-                group["params"] = [piece.param for piece in pieces if piece.group_index == i]
-            yield
-        finally:
-            for group, params in zip(self.param_groups, all_params, strict=True):
-                group["params"] = params
-
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
-        ### Memory that it holds besides parameters and optimizer states, for a `Ledger`
+        ### Memory that it holds besides optimizer states, for a `Ledger`
         """
+        # In a step the param groups have a few of them.
+        for piece in self.pieces:
+            yield from (piece.param, piece.param.grad)
         for states in self.shard_states:
             yield from (portion.grad for portion in states.current())
         yield from self.owners.held_tensors()
@@ -879,7 +856,8 @@ class Zero3Optimizer(Stepper):
                                   for group in self.owners.param_groups]
         return {**found, "masters": masters, "wholes": self.owners.state_dict(),
                 "place": self._place,
-                "cuts": [states.keys for states in self.shard_states],
+                "cuts": [[param.key for param in states.params]
+                         for states in self.shard_states],
                 "loss_scale": self.loss_scale, "good_steps": self.good_steps,
                 "skipped_steps": self.skipped_steps}
 
@@ -915,7 +893,7 @@ class Zero3Optimizer(Stepper):
             for states, numbers in zip(self.shard_states, state_dict["cuts"], strict=True):
                 # Cut like the saved pieces, between parameters that were used in different steps.
                 states.repartition(numbers, self.state)
-            self.regroup()
+            self.regroup(self.pieces)
         # The groups of the wrapped optimizer come first, and so do their numbers.
         groups = state_dict["param_groups"]
         count = len(self.inner.param_groups) if len(groups) == len(self.param_groups) else None
@@ -959,11 +937,9 @@ def _digits(value: Any) -> str:
     """
     #### An option of an optimizer to six digits
     """
-    if isinstance(value, torch.Tensor):
-        value = value.tolist()
-    if isinstance(value, (tuple, list)):
-        return " ".join(map(_digits, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    plain = value.tolist() if isinstance(value, torch.Tensor) else value
+    return " ".join(f"{each:g}" if isinstance(each, float) else str(each)
+                    for each in pytree.tree_leaves(plain))
 
 
 def plain_paths(model: nn.Module) -> dict[nn.Module, str]:

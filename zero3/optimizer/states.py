@@ -45,7 +45,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -53,52 +53,86 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.flat import FlatParameter, Names
+from zero3.comm.parts import inside
+from zero3.flat import FlatParameter, Names, Slot
 from zero3.gradients import BLOCK_NUMEL, norm_of
 from zero3.guards.shard_gradients import GradientElsewhere, elsewhere, plain_part
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
 from zero3.offload.tiers import Offload
-from zero3.optimizer.portions import Here, Piece, Portion, State, inside, whole_of
+from zero3.optimizer.portions import Here, Piece, Portion, State, whole_of
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
+class Member:
+    """
+    ## A parameter in a shard, as the optimizer sees it
+    """
+
+    name: str  # in the plain model
+    slot: Slot  # its place in the flat parameter
+    options: dict[str, Any]  # those that differ for it
+    span: slice  # where in the shard it is; padding belongs to the parameter before it
+    group_index: int = 0  # of its param group
+    # Neighbours with equal keys are in one piece (see `repartition`).
+    key: int = 0
+    owner: int = 0  # the rank that steps it, if it is stepped whole
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.slot.view.shape
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+def is_whole(options: dict[str, Any]) -> bool:
+    """
+    ## Whether parameters with these options are stepped whole (see `whole.py`)
+    """
+    return "optimizer" in options
+
+
 class ShardStates:
     """
     ## Master, moments and gradient of a trainable shard
     """
 
-    layer: Zero3Layer
-    name: str  # of the layer, for errors
-    flat: FlatParameter
-    grad_dtype: torch.dtype
-    group_indices: list[int]  # the param group of each parameter in the flat one
-    spans: list[slice]  # where in the shard each of these is; padding belongs to the one before it
-    # The parameters that are stepped whole, by number. Each has pieces of its own.
-    wholes: set[int] = field(default_factory=set)
-    # Neighbouring parameters with equal keys are one piece (see `repartition`).
-    keys: list[int] = field(default_factory=list)
-    # One, or two if the states rest in two places.
-    portions: list[Portion] = field(default_factory=list)
-    # The shard's `_version` when shard and master last agreed.
-    synced_version: int = 0
-    # Brings master and moments back, if somebody has moved them elsewhere for a while.
-    away: Callable[[], None] | None = None
+    def __init__(self, layer: Zero3Layer, name: str, flat: FlatParameter, params: list[Member],
+                 grad_dtype: torch.dtype, offload: Offload, device: torch.device):
+        """
+        ### Divide the states between a tier and the device
 
-    @property
-    def shard(self) -> nn.Parameter:
-        return self.flat.shard
+        * `name` is the layer's, for errors
+        * `params` are the parameters in the flat one
+        * `offload` says where they rest; the optimizer steps on `device` what is in its tier
+        """
+        self.layer = layer
+        self.name = name
+        self.flat = flat
+        self.shard = flat.shard
+        self.params = params
+        # fp32, or the shard's data type if that is wider.
+        self.master_dtype = torch.promote_types(self.shard.dtype, torch.float32)
+        self.grad_dtype = grad_dtype
+        # The shard's `_version` when shard and master last agreed.
+        self.synced_version = 0
+        # Brings master and moments back, if somebody has moved them elsewhere for a while, as a
+        # compiled model does in forward (`compiler/away.py`).
+        self.bring_back: Callable[[], None] = lambda: None
+        numel = len(self.shard)
+        blocks = -int(-offload.fraction * numel // BLOCK_NUMEL)
+        cut = min(numel, blocks * BLOCK_NUMEL)
+        parts = [(slice(0, cut), offload, device),
+                 (slice(cut, numel), Offload(), layer.device)]
+        # One, or two if the states rest in two places.
+        self.portions = [Portion(flat, *part, self.master_dtype, grad_dtype)
+                         for part in parts if part[0].start < part[0].stop]
 
     @property
     def pieces(self) -> list[Piece]:
         return [piece for portion in self.portions for piece in portion.pieces]
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """
-        ### The data type of the master: fp32, or the shard's if that is wider
-        """
-        return torch.promote_types(self.shard.dtype, torch.float32)
 
     @property
     def master(self) -> Any:
@@ -120,20 +154,6 @@ class ShardStates:
         return all(portion.is_master for portion in self.portions)
 
     # --------------------------------------------------------------------------------------- place
-
-    def divide(self, offload: Offload, device: torch.device) -> None:
-        """
-        ### Divide the states between a tier and the device
-
-        * `offload` says where they rest; the optimizer steps on `device` what is in its tier
-        """
-        numel = len(self.shard)
-        blocks = -int(-offload.fraction * numel // BLOCK_NUMEL)
-        cut = min(numel, blocks * BLOCK_NUMEL)
-        parts = [(slice(0, cut), offload, device),
-                 (slice(cut, numel), Offload(), self.layer.device)]
-        self.portions = [Portion(self.flat, *part, self.master_dtype, self.grad_dtype)
-                         for part in parts if part[0].start < part[0].stop]
 
     @torch.no_grad()
     def place(self, moments: list[str]) -> None:
@@ -163,7 +183,7 @@ class ShardStates:
                 self.shard.register_hook(hook)
                 self.flat.has_hook = True
         # Cut it where the param group changes.
-        self.repartition(self.group_indices, {})
+        self.repartition([param.group_index for param in self.params], {})
         self.synced_version = self.shard._version
 
     # ------------------------------------------------------------------------------------ gradient
@@ -193,10 +213,6 @@ class ShardStates:
                 marker: Any = self.shard.grad
                 marker.used = getattr(found, "used", None)
         return self.portions
-
-    @property
-    def has_grad(self) -> bool:
-        return self.shard.grad is not None
 
     @property
     def used(self) -> set[tuple[str, ...]] | None:
@@ -254,15 +270,6 @@ class ShardStates:
 
     # ---------------------------------------------------------------------------------------- step
 
-    def bring_back(self) -> None:
-        """
-        ### Have master and moments where the optimizer looks for them
-
-        A compiled model may have moved them to CPU memory in forward (`compiler/away.py`).
-        """
-        if self.away is not None:
-            self.away()
-
     @contextmanager
     def in_memory(self, state: State,
                   write: bool = True) -> Iterator[list[Here]]:
@@ -300,9 +307,9 @@ class ShardStates:
         masters = [each.master for each in here]
         if len(masters) > 1:
             # They travel in the shard's data type.
-            masters = [whole_of([each.to(self.shard.device, self.shard.dtype)
-                                 for each in masters])]
-        self.flat.storage.replace(masters[0])
+            masters = [each.to(self.shard.device, self.shard.dtype)
+                       for each in masters]
+        self.flat.storage.replace(whole_of(masters))
 
     # --------------------------------------------------------------------------------------- pieces
 
@@ -316,12 +323,13 @@ class ShardStates:
           piece that was merged has none
         """
         self.bring_back()
-        self.keys = [keys.index(key) for key in keys]
-        present = [i for i, span in enumerate(self.spans) if span.start < span.stop]
+        for param, key in zip(self.params, keys, strict=True):
+            param.key = keys.index(key)
+        present = [param for param in self.params if param.span.start < param.span.stop]
         # A whole one is a piece by itself.
-        runs = groupby(present, key=lambda i: (self.group_indices[i], self.keys[i],
-                                               self.wholes & {i}))
-        starts = {self.spans[next(run)].start for _, run in runs}
+        runs = groupby(present, lambda param: (param.group_index, param.key,
+                                               param if is_whole(param.options) else None))
+        starts = {next(run).span.start for _, run in runs}
         old = self.pieces
         for portion in self.portions:
             begins = [each for each in starts if portion.where.start < each < portion.where.stop]
@@ -352,25 +360,23 @@ class ShardStates:
         # Between steps the shard has the gradient. Without a marker, somebody who clips
         # `optimizer.param_groups` would find no gradients, and clip nothing.
         param.grad = elsewhere(self.flat, param)
-        return Piece(self.group_indices[self._param_at(where)], where, param)
+        positions = [i for i, each in enumerate(self.params)
+                     if max(each.span.start, where.start) < min(each.span.stop, where.stop)]
+        return Piece(self.params[positions[0]].group_index, where, param, positions)
 
-    def _param_at(self, where: slice) -> int:
+    def split_by_use(self, unused: set[Member], state: State) -> list[Piece]:
         """
-        #### The number of the parameter in which a piece begins
-        """
-        return next(i for i, span in enumerate(self.spans) if where.start < span.stop)
+        ### The pieces to step
 
-    def split_by_use(self, used: list[bool],
-                     state: State) -> list[Piece]:
-        """
-        ### The pieces to step if only some parameters have a gradient
-
-        * `used` has a flag for each parameter of the flat one
+        * `unused` are parameters without a gradient on any rank
 
         A piece with parameters of both kinds is split between them for good.
         """
-        self.repartition([*zip(self.keys, used, strict=True)], state)
-        return [piece for piece in self.pieces if used[self._param_at(piece.where)]]
+        if not unused.isdisjoint(self.params):
+            self.repartition([(param.key, param in unused) for param in self.params],
+                             state)
+        return [piece for piece in self.pieces
+                if self.params[piece.positions[0]] not in unused]
 
 
 class CountedShard(nn.Parameter):

@@ -58,7 +58,7 @@ Matrices that tensor parallelism has split are refused.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
@@ -67,15 +67,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from zero3.comm.collectives import ALONE, Communicator, Transfer
 from zero3.comm.links import ranks_of_parts
-from zero3.comm.order import Listener, node_of
-from zero3.comm.parts import part_of
-from zero3.flat import Slot
+from zero3.comm.order import Group, Listener
+from zero3.comm.parts import inside, part_of
 from zero3.guards.options import Named, expect
-from zero3.optimizer.portions import inside
-from zero3.optimizer.states import ShardStates
+from zero3.optimizer.states import Member, ShardStates, is_whole
 
 # A class of `torch.optim`, for instance.
 Maker = Callable[..., torch.optim.Optimizer]
@@ -94,24 +93,20 @@ class Owners:
     It is empty unless a param group has the option `optimizer`.
     """
 
-    def __init__(self, stepper: Stepper,
-                 groups: dict[int, Options],
-                 paths: dict[nn.Module, str]):
+    def __init__(self, stepper: Stepper, groups: dict[int, Options]):
         """
         ### Choose the owners, and make the inner optimizers
 
         * `groups` has the options of each param group that is stepped whole, by its number
-        * `paths` are the names of the layers in the plain model
 
         All ranks call this alike. Raises `RuntimeError` if a class refuses a parameter or an
         option, if a group has no elements, or for what is not covered.
         """
         self.stepper = stepper
         self.comm = stepper.comm
-        self.wholes = [
-            Whole(f"{paths[states.layer]}.{slot.names[0]}".strip("."), states, position)
-            for states in stepper.shard_states for position, slot in enumerate(states.flat.slots)
-            if position in states.wholes and slot.view.numel()]
+        # The parameters that are stepped whole, and the shards that they are in.
+        self.wholes = {param: states for states in stepper.shard_states
+                       for param in states.params if is_whole(param.options) and param.numel}
         self.coming: list[Trip] = []
         self.going: list[Trip] = []
         if groups:
@@ -144,10 +139,10 @@ class Owners:
             self.stepper.expect(index in known, "would leave an optimizer without work",
                                 "a parameter with elements", f"none for {options}",
                                 "correct `group_by`, or leave this group out")
-        for whole in self.wholes:
+        for whole, states in self.wholes.items():
             options = groups[whole.group_index]
             self.stepper.expect(
-                part_of(whole.states.layer.module, whole.slot.names[0]) is None,
+                part_of(states.layer.module, whole.slot.names[0]) is None,
                 f"cannot step `{whole.name}` whole", "a matrix that is sharded and not split",
                 "a part of it, because of tensor parallelism",
                 "leave it out of the group, or train without `tensor_parallel`")
@@ -163,11 +158,12 @@ class Owners:
                                 f"{class_name(options['optimizer'])}: {looks}",
                                 "take Muon, for instance")
 
-    def _stand_in(self, whole: Whole) -> nn.Parameter:
+    def _stand_in(self, whole: Member) -> nn.Parameter:
         """
         #### A parameter of this shape, with one zero for all elements
         """
-        zero = torch.zeros((), dtype=whole.states.master_dtype, device=self.stepper.device)
+        dtype = self.wholes[whole].master_dtype
+        zero = torch.zeros((), dtype=dtype, device=self.stepper.device)
         return nn.Parameter(zero.expand(whole.shape))
 
     @property
@@ -179,17 +175,17 @@ class Owners:
 
     # ---------------------------------------------------------------------------------------- step
 
-    def step(self, used: dict[ShardStates, list[bool]], factor: float) -> None:
+    def step(self, unused: set[Member], factor: float) -> None:
         """
         ### Step all whole parameters that have a gradient
 
-        * `used` says which parameters have one; in shards that are not in there, all have
+        * `unused` are parameters without one in a shard that has one
         * `factor` unscales and clips the gradients
 
         All ranks call it. The new values are in the masters afterwards.
         """
-        stepped = [whole for whole in self.wholes if whole.states.has_grad
-                   and (whole.states not in used or used[whole.states][whole.position])]
+        stepped = [whole for whole, states in self.wholes.items()
+                   if states.shard.grad is not None and whole not in unused]
         try:
             for wholes in in_rounds(stepped):
                 self._collect(wholes)
@@ -203,48 +199,51 @@ class Owners:
             self.coming.clear()
             self.going.clear()
 
-    def _collect(self, wholes: list[Whole]) -> None:
+    def _collect(self, wholes: list[Member]) -> None:
         """
         #### Start to send values and gradients to the owners
         """
         carried: list[Carried] = []
-        arriving: dict[Whole, list[torch.Tensor]] = {}
+        arriving: dict[Member, list[torch.Tensor]] = {}
         for whole in wholes:
-            mine = self._piece(whole)
-            if whole in self.own:
-                # (numel,) each, device
-                arriving[whole] = [part.new_empty(whole.numel) for part in mine]
-            carried += [(whole, part, at_owner) for part, at_owner
-                        in zip_longest(mine, arriving.get(whole, []))]
-        self._start("collect", carried, wholes, arriving)
-
-    def _piece(self, whole: Whole) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        #### This rank's values and gradient, on the layer's device
-        """
-        where = whole.in_shard(self.comm.rank)
-        states = whole.states
-        with states.in_memory(self.stepper.state, write=False) as ((_, master, grad),):
+            states = self.wholes[whole]
+            numel = _length(self._within(whole, self.comm.rank))
             # The next shard gets the buffer of one that rests in a file.
             copies = states.in_file is not None
-            master, grad = (each[where].to(states.layer.device, copy=copies)
-                            for each in (master, grad))
-            return master, grad
+            with states.in_memory(self.stepper.state, write=False) as ((_, master, grad),):
+                # This rank's values and gradient, on the layer's device.
+                mine = [each[whole.span][:numel].to(states.layer.device, copy=copies)
+                        for each in (master, grad)]
+            # (numel,) each, device
+            arriving[whole] = [part.new_empty(whole.numel) for part in mine
+                               if whole in self.own]
+            carried += [(whole, part, at_owner)
+                        for part, at_owner in zip_longest(mine, arriving[whole])]
+        self._start("collect", carried, arriving)
 
     def _compute(self, trip: Trip, factor: float) -> None:
         """
-        #### Step the parameters that have arrived
+        #### Step the parameters that have arrived, and start to send the new values back
         """
         trip.transfer.wait()
         for whole, tensors in trip.tensors.items():
-            # The gradient is used up.
-            self._step_one(whole, tensors[0], tensors.pop(), factor)
+            if tensors:
+                # The gradient is used up.
+                self._step_one(whole, tensors[0], tensors.pop(), factor)
         self.coming.remove(trip)
         self._land()
-        self._give_back(trip.wholes, {whole: values
-                                      for whole, (values,) in trip.tensors.items()})
+        carried: list[Carried] = []
+        for whole, values in trip.tensors.items():
+            states = self.wholes[whole]
+            where = self._within(whole, self.comm.rank)
+            # (the elements of this rank,), device
+            piece = values[0][where] if values else torch.empty(
+                _length(where), dtype=states.master_dtype, device=states.layer.device)
+            carried.append((whole, piece, values[0] if values else None))
+        self._start("give back", carried, {whole: [piece]
+                                           for whole, piece, _ in carried})
 
-    def _step_one(self, whole: Whole,
+    def _step_one(self, whole: Member,
                   values: torch.Tensor,
                   grad: torch.Tensor,
                   factor: float) -> None:
@@ -277,24 +276,6 @@ class Owners:
         param.grad = None
         param.data = param.new_empty(0)
 
-    def _give_back(self, wholes: list[Whole], values: dict[Whole, torch.Tensor]) -> None:
-        """
-        #### Start to send the new values back
-
-        * `values` are those of the parameters that this rank owns
-        """
-        pieces: dict[Whole, list[torch.Tensor]] = {}
-        for whole in wholes:
-            where = whole.within(self.comm.rank)
-            # (the elements of this rank,), device
-            piece = (values[whole][where] if whole in values else torch.empty(
-                where.stop - where.start, dtype=whole.states.master_dtype,
-                device=whole.states.layer.device))
-            pieces[whole] = [piece]
-        carried = [(whole, piece, values.get(whole))
-                   for whole, (piece,) in pieces.items()]
-        self._start("give back", carried, wholes, pieces)
-
     def _land(self) -> None:
         """
         #### Put values that have come back into the masters
@@ -305,38 +286,46 @@ class Owners:
             for whole, (piece,) in trip.tensors.items():
                 if not len(piece):
                     continue
-                in_file = whole.states.in_file is not None
-                with whole.states.in_memory(self.stepper.state, write=in_file) as ((_, master, _),):
-                    master[whole.in_shard(self.comm.rank)] = piece.to(master.device)
+                states = self.wholes[whole]
+                in_file = states.in_file is not None
+                with states.in_memory(self.stepper.state, write=in_file) as ((_, master, _),):
+                    master[whole.span][: len(piece)] = piece.to(master.device)
+
+    def _within(self, whole: Member, rank: int) -> slice:
+        """
+        #### The elements of a parameter that the shard of a rank has
+        """
+        numel = len(self.wholes[whole].shard)
+        shard = slice(rank * numel, (rank + 1) * numel)
+        return inside(slice(whole.slot.offset, whole.slot.end), shard)
 
     def _start(self, event: str, carried: list[Carried],
-               wholes: list[Whole],
-               tensors: dict[Whole, list[torch.Tensor]]) -> None:
+               tensors: dict[Member, list[torch.Tensor]]) -> None:
         """
         #### Start to send pieces to the owners, or back
 
-        * `event` is "collect" or "give back"; the other arguments are those of the `Trip`
+        * `event` is "collect" or "give back", and `tensors` are those of the `Trip`
 
         All ranks call it. Two ranks list what they exchange in the same order.
         """
         comm = self.comm
         sharing = ranks_of_parts(comm)
         # Tensors, and the rank that each goes to or comes from, by the number of its shard.
-        there: list[tuple[int, torch.Tensor]] = []
-        here: list[tuple[int, torch.Tensor]] = []
+        sends: list[tuple[int, torch.Tensor]] = []
+        receives: list[tuple[int, torch.Tensor]] = []
+        there, here = (sends, receives) if event == "collect" else (receives, sends)
         nbytes = 0
         for whole, piece, at_owner in carried:
             nbytes += whole.numel * piece.itemsize
             if at_owner is None:
                 there.append((whole.owner, piece))
                 continue
-            here += [(rank, at_owner[whole.within(rank)])
+            here += [(rank, at_owner[self._within(whole, rank)])
                      for rank in range(comm.world_size)
                      if rank != whole.owner]
-            mine = at_owner[whole.within(comm.rank)]
+            mine = at_owner[self._within(whole, comm.rank)]
             target, source = (mine, piece) if event == "collect" else (piece, mine)
             target.copy_(source)
-        sends, receives = (there, here) if event == "collect" else (here, there)
         # As many bytes, without memory.
         size = torch.empty(1, dtype=torch.uint8).expand(nbytes)
         transfer = comm.begin([*comm.sharers], [self.stepper], "pieces", [(size, size)])
@@ -353,25 +342,23 @@ class Owners:
             with transfer.starting(*(op.tensor for op in batch)) as works:
                 works += dist.batch_isend_irecv(batch)
         for rank, tensor in sends:
-            is_far = node_of(sharing.ranks[rank]) != node_of(comm.global_rank)
-            transfer.sent_bytes += tensor.nbytes
-            transfer.between_bytes += tensor.nbytes * is_far
-            transfer.messages += len(tensor) > 0
+            both = Group((comm.global_rank, sharing.ranks[rank]), 0)
+            transfer.count(both, tensor.nbytes, in_ring=False)
         transfer.done.record()
         trips = self.coming if event == "collect" else self.going
-        trips.append(Trip(transfer, wholes, tensors))
+        trips.append(Trip(transfer, tensors))
         self.stepper.listener.record(self.stepper, event, nbytes, transfer)
 
     # ---------------------------------------------------------------------------------- bookkeeping
 
-    def state_of(self, whole: Whole) -> dict[str, object]:
+    def state_of(self, whole: Member) -> dict[str, object]:
         """
         ### The state that this rank has of a parameter, if it is the owner
         """
         param = self.own.get(whole)
         return {} if param is None else self.inner[whole.group_index].state.get(param, {})
 
-    def put_state(self, whole: Whole, state: dict[str, object]) -> None:
+    def put_state(self, whole: Member, state: dict[str, object]) -> None:
         """
         ### Replace the state of a parameter that this rank owns
         """
@@ -411,12 +398,13 @@ class Owners:
         """
         if not self.wholes:
             return {}
+        wholes = [*self.wholes.items()]
         kinds = {}
         for i, own in self.state_dict().items():
             # A moment has the shape of its parameter.
             dtypes = {key: value.dtype
                       for key, value in own.items() if key != "step"
-                      and isinstance(value, torch.Tensor) and value.shape == self.wholes[i].shape}
+                      and isinstance(value, torch.Tensor) and value.shape == wholes[i][0].shape}
             kinds[i] = dtypes, {key: own[key]
                                 for key in own if key not in dtypes}
         every = {i: each
@@ -424,21 +412,20 @@ class Owners:
         found: dict[nn.Parameter, Spread] = {}
         carried: list[Carried] = []
         for i, (dtypes, others) in sorted(every.items()):
-            whole = self.wholes[i]
-            span = whole.states.spans[whole.position]
-            where = whole.within(self.comm.rank)
+            whole, states = wholes[i]
+            numel = _length(self._within(whole, self.comm.rank))
             # (the elements of this rank and its padding,) for each moment
-            moments = {key: torch.zeros(span.stop - span.start, dtype=dtype,
-                                        device=whole.states.layer.device)
+            moments = {key: torch.zeros(_length(whole.span), dtype=dtype,
+                                        device=states.layer.device)
                        for key, dtype in dtypes.items()}
             state: Any = self.state_of(whole)
-            carried += [(whole, piece[: where.stop - where.start],
+            carried += [(whole, piece[:numel],
                          state[key].to(piece.device).reshape(-1) if state else None)
                         for key, piece in moments.items()]
             found.update({piece.param: Spread(moments, others)
-                          for piece in whole.states.pieces
-                          if piece.where == span})
-        self._start("give back", carried, [], {})
+                          for piece in states.pieces
+                          if piece.where == whole.span})
+        self._start("give back", carried, {})
         self.going.pop().transfer.wait()
         return found
 
@@ -446,63 +433,15 @@ class Owners:
         """
         ### States of the parameters that this rank owns, and what is on its way, for a `Ledger`
         """
-        for inner in self.inner.values():
-            for state in inner.state.values():
-                yield from (each for each in state.values() if isinstance(each, torch.Tensor))
-        for trip in (*self.coming, *self.going):
-            yield from trip.transfer.buffers
-            for tensors in trip.tensors.values():
-                yield from tensors
+        states = [[*inner.state.values()]
+                  for inner in self.inner.values()]
+        trips = [[trip.transfer.buffers, [*trip.tensors.values()]]
+                 for trip in (*self.coming, *self.going)]
+        yield from (each for each in pytree.tree_leaves([states, trips])
+                    if isinstance(each, torch.Tensor))
 
 
 # ----------------------------------------------------------------------------------------- records
-
-
-@dataclass(eq=False)
-class Whole:
-    """
-    ## A parameter that is stepped whole
-    """
-
-    name: str  # in the plain model
-    states: ShardStates
-    position: int  # among the parameters of the flat one
-    owner: int = 0
-
-    @property
-    def group_index(self) -> int:
-        return self.states.group_indices[self.position]
-
-    @property
-    def slot(self) -> Slot:
-        return self.states.flat.slots[self.position]
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.slot.view.shape
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def within(self, rank: int) -> slice:
-        """
-        ### The elements of the parameter that the shard of a rank has
-        """
-        return inside(slice(self.slot.offset, self.slot.end), self._shard_of(rank))
-
-    def in_shard(self, rank: int) -> slice:
-        """
-        ### Where in the shard of a rank these elements are
-        """
-        return inside(self._shard_of(rank), slice(self.slot.offset, self.slot.end))
-
-    def _shard_of(self, rank: int) -> slice:
-        """
-        #### The range of the flat parameter that is the shard of a rank
-        """
-        shard_numel = len(self.states.shard)
-        return slice(rank * shard_numel, (rank + 1) * shard_numel)
 
 
 @dataclass(eq=False)
@@ -512,9 +451,8 @@ class Trip:
     """
 
     transfer: Transfer
-    wholes: list[Whole]
     # On the owner values and gradient, `(numel,)` each. On the way back, this rank's new values.
-    tensors: dict[Whole, list[torch.Tensor]]
+    tensors: dict[Member, list[torch.Tensor]]
 
 
 class Spread(NamedTuple):
@@ -527,7 +465,7 @@ class Spread(NamedTuple):
 
 
 # A parameter, this rank's piece of something that has its shape, and on the owner all of it.
-Carried = tuple[Whole, torch.Tensor, torch.Tensor | None]
+Carried = tuple[Member, torch.Tensor, torch.Tensor | None]
 
 
 class Stepper(torch.optim.Optimizer, Named):
@@ -540,7 +478,7 @@ class Stepper(torch.optim.Optimizer, Named):
     label = "the optimizer"
     layer_idx = ALONE  # like every layer that is in no chain
     comm: Communicator
-    listener: Listener
+    listener = Listener()
     device: torch.device  # of the step
     shard_states: list[ShardStates]
 
@@ -569,13 +507,14 @@ def assign(costs: Sequence[int], ranks: int) -> list[int]:
     return owners
 
 
-def in_rounds(wholes: Sequence[Whole]) -> list[list[Whole]]:
+def in_rounds(wholes: Collection[Member]) -> list[list[Member]]:
     """
     ## Which parameters travel together
     """
-    most = max((cost(whole.shape) for whole in wholes), default=1)
+    most = max((cost(whole.shape) for whole in wholes),
+               default=1)
     loads: dict[int, int] = defaultdict(int)
-    rounds: dict[int, list[Whole]] = defaultdict(list)
+    rounds: dict[int, list[Member]] = defaultdict(list)
     for whole in sorted(wholes, key=lambda whole: -cost(whole.shape)):
         rounds[loads[whole.owner] // most].append(whole)
         loads[whole.owner] += cost(whole.shape)
@@ -634,13 +573,6 @@ def _tried(make: Maker,
                 optimizer.step()
     return torch.cat([(param.detach() - value).flatten()
                       for param, value in zip(every, chain(*values), strict=True)])
-
-
-def is_whole(options: Options) -> bool:
-    """
-    ## Whether parameters with these options are stepped whole
-    """
-    return "optimizer" in options
 
 
 class Matrices:
@@ -713,6 +645,10 @@ def _optimizer_of(options: Options, params: list[nn.Parameter]) -> torch.optim.O
     options = dict(options)
     make = options.pop("optimizer")
     return make([{"params": params}], **options)  # type: ignore[operator]
+
+
+def _length(where: slice) -> int:
+    return where.stop - where.start
 
 
 def _is_in(name: str, module: str) -> bool:

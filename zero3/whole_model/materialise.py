@@ -44,7 +44,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ from torch import nn
 
 from zero3.comm.parts import WeightPart, part_of, whole_values
 from zero3.flat import own_modules
+from zero3.guards.command_line import one_line
 from zero3.guards.options import Named
 from zero3.offload.tensors import INDEX, save_tensors, write_index
 from zero3.sharded import ShardedModel
@@ -100,14 +101,15 @@ class Source:
         made, empty = self._allocate(modules)
         if not empty and self.checkpoint is None:
             return made
-        with _agreed(model, f"cannot fill `{path or 'the rest'}`", "values for every parameter and "
+        with agreed(model, f"cannot fill `{path or 'the rest'}`", "values for every parameter and "
                      "buffer", "pass `init=`, a function of a module; or pass the path of a "
                      "checkpoint with all of these tensors; or build the missing ones outside of "
                      "the meta device"):
             if model.comm.is_first:
                 for new in made.values():
                     _mark(new)
-                names = names | {new: names[old] for old, new in made.items()}
+                names = names | {new: names[old]
+                                 for old, new in made.items()}
                 self._give_values(modules, empty, names)
         return made
 
@@ -252,10 +254,16 @@ def save(units: list[Any], folder: Path) -> None:
     total_bytes = 0
     for i, unit in enumerate(units, 1):
         file = f"model-{i:05}-of-{len(units):05}.safetensors"
-        with unit.full_params() as params, _agreed(
+        with unit.full_params() as params, agreed(
                 unit, f"cannot be saved to {folder}", "a folder with room to write to",
                 "choose another, or make room"):
-            found = _tensors_of(unit, params)
+            names = {p: name for name, p in reversed(params.items())}
+            own = ({name: p.detach()
+                    for p, name in names.items()}
+                   | buffers_of(unit.module))
+            # By their names in the model.
+            found = {unit.full_name(name): tensor
+                     for name, tensor in own.items()}
             index |= dict.fromkeys(found, file)
             total_bytes += sum(t.nbytes for t in found.values())
             if unit.comm.is_first:
@@ -268,23 +276,20 @@ def save(units: list[Any], folder: Path) -> None:
 
 
 @contextmanager
-def _agreed(sender: Named,
-            what: str,
-            expected: str,
-            cure: str) -> Iterator[None]:
+def agreed(sender: Named, what: str, expected: str, cure: str) -> Iterator[None]:
     """
-    #### Raise the error of one rank on all of them, at the end of the block
+    ## Leave the block on all ranks, or raise an error on all if one of them has raised any
+
+    * `what`, `expected` and `cure` are as for `expect`
     """
-    agree = partial(sender.comm.agree, sender, what, expected)
     try:
         yield
     except Exception as error:
-        try:
-            agree(str(error) or repr(error), cure)
-        except RuntimeError as of_all:
-            raise of_all from error
+        # An error without a text is one, too.
+        problem = one_line(f"{error}") or repr(error)
+        sender.comm.agree(sender, what, expected, problem, cure)
     else:
-        agree("", cure)
+        sender.comm.agree(sender, what, expected, "", cure)
 
 
 def _save_config(plain: nn.Module, folder: Path) -> None:
@@ -295,16 +300,6 @@ def _save_config(plain: nn.Module, folder: Path) -> None:
     if hasattr(config, "save_pretrained"):
         config.architectures = config.architectures or [type(plain).__name__]
         config.save_pretrained(folder)
-
-
-def _tensors_of(unit: Any, params: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """
-    #### The parameters and persistent buffers of a unit, by their names in the model
-    """
-    first = {p: name for name, p in reversed(params.items())}
-    tensors = ({name: p.detach() for p, name in first.items()}
-               | buffers_of(unit.module))
-    return {unit.full_name(name): tensor for name, tensor in tensors.items()}
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -104,10 +104,9 @@ class Trace:
         ### Begin a pass, and end the one before it
         """
         self.end()
-        guess: list[Unit] = []
-        if kind == "backward":
-            # Backward never reaches a unit that left nothing in the graph.
-            guess = [unit for unit in reversed(self.left) if unit.watch.pending]
+        # Backward never reaches a unit that left nothing in the graph.
+        guess = [unit for unit in reversed(self.left)
+                 if kind == "backward" and unit.watch.pending]
         if kind == "forward":
             self.left = []
         self.kind = kind
@@ -280,7 +279,8 @@ class Unit(StandIn, Zero3Layer):
 
         Raises `RuntimeError` for a layer that shares a shard with its neighbours.
         """
-        shared = [unit.title for unit in self.externals if isinstance(unit.module, Together)]
+        shared = [unit.title
+                  for unit in self.externals if isinstance(unit.module, Together)]
         self.expect(not shared, "cannot be frozen by itself", "a layer with a shard of its own",
                     f"one that is part of {shared}", "freeze it before `compile`, or leave "
                     "`unit_bytes` out")

@@ -129,7 +129,8 @@ class Zero3Model(StandIn, ShardedModel):
             unit.comm = self.comm
             unit.reducer = reducer
             self.comm.labels[i] = unit.label
-            unit.inside = [m for m in unit.module.modules() if isinstance(m, Unit)]
+            unit.inside = [m
+                           for m in unit.module.modules() if isinstance(m, Unit)]
             for other in unit.inside:
                 other.outside.append(unit)
 
@@ -401,7 +402,8 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
         left_out = value is None and name in ("prefetch_numel", "max_live_numel")
         expect(left_out or whole(value, least), f"wrap: `{name}`",
                f"a whole number of at least {least}", repr(value), "pass such a number")
-    at = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
+    at = next((p.device for p in model.parameters() if not p.is_meta),
+              "cpu")
     source = Source(torch.device(device or at), seed, init, checkpoint,
                     getattr(model, "_init_weights", None))
     return kind(model, classes_of(layer_classes), classes_of(leaf_classes), source,
@@ -426,7 +428,8 @@ class _Wrapping:
         self.source = source
         self.shard = shard
         # The names of each module's own parameters, in their order.
-        self.layout = {m: [*m._parameters] for m in model.modules()}
+        self.layout = {m: [*m._parameters]
+                       for m in model.modules()}
         # All names of each parameter and buffer in the plain model.
         self.names: dict[torch.Tensor, list[str]] = {}
         for name, t in (*model.named_parameters(remove_duplicate=False),
@@ -452,7 +455,8 @@ class _Wrapping:
                           f"none inside of {kind}", "pass the classes of its layers")
         # The root owns whatever is outside all layers.
         inside = {m for place in places for m in place.layer.modules()}
-        self.owners = {p: None for m in self.model.modules() if m not in inside
+        self.owners = {p: None
+                       for m in self.model.modules() if m not in inside
                        for p in m._parameters.values() if p is not None}
         together = self._units_together(places)
         units: dict[nn.Module, Unit] = {}
@@ -475,13 +479,11 @@ class _Wrapping:
         #### Make the units that have the parameters of several layers
         """
         layers = {place.layer for place in places}
-        may_share = []
-        for place in places:
-            tied = any(len(self.names[p]) > 1 for p in place.layer.parameters())
-            has_units = any(m in layers for m in place.layer.modules()
-                            if m is not place.layer)
-            if not (tied or has_units):
-                may_share.append(place)
+        tied = {t for t, names in self.names.items() if len(names) > 1}
+        # Layers without units inside of them.
+        may_share = [place for place in places
+                     if tied.isdisjoint(place.layer.parameters())
+                     and layers.intersection(place.layer.modules()) == {place.layer}]
         rest_numel = sum(p.numel() for p in self.owners)
         return [self._unit(Together(shared), "", leaf=False)
                 for shared in self.owner.layers_together(may_share, rest_numel)]
