@@ -263,17 +263,21 @@ RULES = [
     Prune(0.5, "head", heads=4, counts=("heads",), regrow=True, **BEFORE),
     Quantize(8), Quantize(4, symmetric=False), Quantize(4, group=4), Quantize(1),
     Quantize(4, group=2, symmetric=False), Quantize(4, start_bits=8, end=6),
+    Quantize(of="input"),
 ]
 
 
 # Rules of the layer that the others follow.
-AFTER = [Prune(0.4), Prune(0.5, "channel", follows=("layer",)), Quantize(8),
-         Quantize(4, group=2, symmetric=False)]
+AFTER = [Prune(0.4), Prune(0.5, "channel", follows=("layer",)), Quantize(of="input"),
+         Quantize(8), Quantize(4, group=2, symmetric=False)]
 
 
-def build(layer):
+def build(layer, rules=None):
     torch.manual_seed(0)
-    return Three(layer)
+    model = Three(layer)
+    if rules:
+        compress(model, rules)
+    return model
 
 
 def cleaned_pair(layer, rules, path):
@@ -291,7 +295,9 @@ def cleaned_pair(layer, rules, path):
         return None
     found = model(x)
     write(model, path)
-    again = build(layer).eval()
+    inputs = {name: [rule for rule in each if isinstance(rule, Quantize) and rule.of == "input"]
+              for name, each in rules.items()}
+    again = build(layer, {name: each for name, each in inputs.items() if each}).eval()
     read(again, path)
     assert torch.equal(again(x), found) and again.heads == model.heads
     assert repr(again.layer) == repr(model.layer)
@@ -321,24 +327,22 @@ def test_any_two_rules_are_cleaned_to_the_same_outputs_and_read_back(layer, tmp_
 
 def test_a_file_is_refused_by_a_model_that_it_does_not_fit(tmp_path):
     """
-    A model that is not clean is not written, one that is clean is not cleaned again, and a file is
-    not read into a compressed model. Breaks if one of them is accepted, or is an error without a
-    cure.
+    A model that is not clean is not written, one that is clean is not cleaned again, and a file
+    without rounded inputs is not read into a model with them. Breaks if one of them is accepted,
+    or is an error without a cure.
     Proves `read`, `write`, `clean`.
     """
     path = tmp_path / "small.safetensors"
-    model = build(nn.Linear)
-    compress(model, {"layer": [Quantize(8)]})
+    model = build(nn.Linear, {"layer": [Quantize(8)]})
     with pytest.raises(ValueError, match=r"call `clean` first"):
         write(model, path)
     clean(model)
     with pytest.raises(ValueError, match=r"clean already.*What to do"):
         clean(model)
     write(model, path)
-    compressed = build(nn.Linear)
-    compress(compressed, {"layer": [Quantize(8)]})
-    with pytest.raises(ValueError, match=r"as it was before `compress`"):
-        read(compressed, path)
+    for rules in ({"layer": [Quantize(8)]}, {"layer": [Quantize(of="input")]}):
+        with pytest.raises(ValueError, match=r"rules of inputs alone"):
+            read(build(nn.Linear, rules), path)
     save_file({"a": torch.ones(1)}, path)
     with pytest.raises(ValueError, match=r"a file of `write`.*What to do"):
         read(model, path)
@@ -431,7 +435,7 @@ def test_what_cannot_be_cleaned_is_refused():
         ({"0.first": [Prune(0.5, "row", follows=("second",))],
           "0.second": [Prune(0.5, "channel", follows=("first",))]}, "two"),
         ({"0.first": [Prune(0.5, "row", follows=("second",))],
-          "0.second": [Quantize(4, group=10)]}, None),
+          "0.second": [Quantize(4, group=10)] + [Quantize(of="input")]}, None),
         ({"0.first": [Prune(0.5, "row", follows=("second",))], "0.second": [Quantize(4, group=2)]},
          "share a scale"),
     ]

@@ -119,9 +119,10 @@ def test_a_schedule_rises_by_a_cubic_and_bits_fall_in_equal_parts():
 
 @pytest.mark.parametrize("make, word", [
     (partial(Quantize, 3), "bits"), (partial(Quantize, True), "bits"),
-    (partial(Quantize, 1, symmetric=False), "symmetric"),
+    (partial(Quantize, 1, symmetric=False), "symmetric"), (partial(Quantize, of="bias"), "of"),
     (partial(Quantize, group=0), "group"), (partial(Quantize, 4, start_bits=8), "start_bits"),
-    (partial(Quantize, start=5, end=3), "start"), (partial(Prune, 1.0), "sparsity"),
+    (partial(Quantize, start=5, end=3), "start"), (partial(Quantize, 4, of="input"), "bits"),
+    (partial(Prune, 1.0), "sparsity"),
     (partial(Prune, float("nan")), "sparsity"), (partial(Prune, 0.5, "column"), "kind"),
     (partial(Prune, 0.5, "row", scope="global"), "scope"),
     (partial(Prune, 0.5, "head"), "heads"),
@@ -287,6 +288,23 @@ def test_pruned_elements_may_be_trained_to_come_back(kind):
         assert torch.equal(layer.parametrizations.bias.original.grad, bias.grad)
 
 
+def test_inputs_are_rounded_to_their_batch():
+    """
+    The same as `torch.fake_quantize_per_tensor_affine`. Breaks if the range is that of one row.
+    Proves `QuantisedInput`, `QuantisedInput.forward`.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(5, 6)
+    low, high = x.aminmax()
+    scale = (high - low) / 255
+    rounded = torch.fake_quantize_per_tensor_affine(x, scale, (-low / scale).round().int(), 0, 255)
+    layer = nn.Linear(6, 3)
+    compress([layer], {"0": [Quantize(of="input", symmetric=False)]})
+    assert torch.equal(layer(x), F.linear(rounded, layer.weight, layer.bias))
+    with pytest.raises(TypeError, match=r"floats.*What to do"):
+        layer(x.int())
+
+
 class Conv1D(nn.Linear):
     """As Hugging Face has it: inputs first"""
 
@@ -327,13 +345,19 @@ def test_one_part_is_left_whatever_the_sparsity():
         assert (layer.weight != 0).sum() == left
 
 
-def test_strides_and_nan_are_those_of_torch():
+def test_values_by_name_strides_and_nan_are_those_of_torch():
     """
-    Weights in channels-last order have the neighbours of the others, and a NaN makes its row NaN.
-    Breaks if one of them is an error of a tensor's shape, or if a NaN is hidden.
+    An input that is passed by its name is rounded too, weights in channels-last order have the
+    neighbours of the others, and a NaN makes its row NaN. Breaks if one of them is an error of a
+    tensor's shape, or if a NaN is hidden.
     Proves `weights.grid`, `PrunedElements.keys`.
     """
     torch.manual_seed(0)
+    layer = nn.Linear(6, 3)
+    compress([layer], {"0": [Quantize(of="input")]})
+    x = torch.randn(5, 6)
+    assert torch.equal(layer(input=x), layer(x))
+
     both = [nn.Conv2d(8, 8, 3) for _ in range(2)]
     both[1].load_state_dict(both[0].state_dict())
     both[1].to(memory_format=torch.channels_last)
@@ -610,8 +634,8 @@ def test_a_copy_follows_its_own_optimizer_and_hooks_go_with_the_model():
 
 def test_a_schedule_follows_the_optimizer_with_the_most_steps():
     """
-    Of two optimizers for two halves, of one that takes the other's place, and for frozen weights.
-    The thresholds are those of the weights after each step. Breaks if two halves
+    Of two optimizers for two halves, of one that takes the other's place, for frozen weights, and
+    for inputs alone. The thresholds are those of the weights after each step. Breaks if two halves
     advance a schedule twice, or if the schedule of a frozen weight never starts.
     Proves `Compression.follow`, `Compression.is_trained_by`.
     """
@@ -635,18 +659,19 @@ def test_a_schedule_follows_the_optimizer_with_the_most_steps():
         train(later)
         assert {method.steps for method in compression.methods()} == {done}
 
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model[0].requires_grad_(False)
-    compress(model, {"0": [Quantize(4, start=1)]})
-    before = model(batches(1)[0])
-    train(torch.optim.SGD(model[1].parameters(), lr=0.0))
-    assert not torch.equal(model(batches(1)[0]), before)
+    for rules in ([Quantize(4, start=1)], [Quantize(of="input", start=1)]):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        model[0].requires_grad_(False)
+        compress(model, {"0": rules})
+        before = model(batches(1)[0])
+        train(torch.optim.SGD(model[1].parameters(), lr=0.0))
+        assert not torch.equal(model(batches(1)[0]), before)
 
 
 def staged(scope):
     """A pipeline of two stages, whose weights share a threshold or not"""
     plain = layers()
-    compression = compress(plain, {"*": [Prune(0.5, scope=scope)]})
+    compression = compress(plain, {"*": [Prune(0.5, scope=scope), Quantize(of="input")]})
     mesh = init_device_mesh("cpu", (2, world_size() // 2), mesh_dim_names=("pipeline", "shard"))
     model = Pipeline(plain, mesh, loss_fn=lambda out, y: out.square().mean(), micro_batches=2,
                      stages=[1, 2])
@@ -743,6 +768,8 @@ def test_a_wrong_call_is_refused():
         (layers(torch.float64), {"2": [Prune()]}, "32 bits"), (tied, {"3": [Prune()]}, "alone"),
         ([nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()], {"*": [Prune(scope="global")]}, "one data"),
         ([nn.Conv2d(4, 4, 1, groups=2)], {"*": [Prune(0.5, "channel")]}, "into groups"),
+        (layers(), {"2": [Prune(0.5, "channel", follows=("1.0",)), Quantize(of="input")]},
+         "inputs as they are"),
         ([Zero3Layer(nn.Linear(4, 4))], {"*": [Prune()]}, "one that is sharded"),
         ([nn.Linear(2, 2, device="meta")], {"0": [Prune()]}, "meta"),
     ]

@@ -38,7 +38,7 @@ may add the remaining terms of a sum in another order.
 **Run this**: `python -m pytest tests/compression/test_clean.py`.
 
 **Not covered, and what that costs**: pipelines; save a checkpoint, and load it into a model without
-stages. Each rank has the whole model while it cleans it.
+stages. Each rank has the whole model while it cleans it. Inputs in 8 bits are multiplied as floats.
 """
 
 import json
@@ -351,7 +351,8 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     """
     ## Load a file of `write` into a plain model, in place
 
-    * `model` is as it was before `compress`
+    * `model` is as it was before `compress`. If inputs are rounded, call `compress` with the rules
+      of inputs first
 
     Raises `ValueError` if the file is not one of `write`, or if it has other names than the model.
     """
@@ -368,7 +369,7 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     places = {_file_name(place): (place, old) for place, old in _tensors(modules).items()}
     expect(there == places.keys(), f"read: {path}", "the names of the model",
            f"others, {sorted(there ^ places.keys())}", "build the model as it was before "
-           "`compress`")
+           "`compress`; if inputs are rounded, call `compress` with the rules of inputs alone")
     for name, (place, old) in places.items():
         prefix, _, key = place.rpartition(".")
         module = modules[prefix]

@@ -39,6 +39,7 @@ elements, because the ranks would count other numbers than they compute with. A 
 scale skips counts as one.
 """
 
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -58,6 +59,7 @@ from zero3.compression.weights import (
     PrunedElements,
     PrunedParts,
     Quantised,
+    QuantisedInput,
     Weighted,
     axis_of,
 )
@@ -71,7 +73,7 @@ Rule = Prune | Quantize
 Rules = dict[str, list[Rule]]
 MOST_SHARED = 2**31 - 1
 # In the order in which they are applied.
-ORDER: tuple[type[Method], ...] = (PrunedElements, PrunedParts, Quantised)
+ORDER: tuple[type[Method], ...] = (PrunedElements, PrunedParts, Quantised, QuantisedInput)
 
 
 def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compression":
@@ -275,6 +277,11 @@ def _check(name: str,
            "pass one", TypeError)
     expect(len({*map(_class_of, rules)}) == len(rules), f"compress: the rules of `{name}`",
            "one of each kind", rules, "leave one of them out")
+    # `clean` removes channels from the input, and so from the range of a batch.
+    removes = any(isinstance(rule, Prune) and rule.kind != "row" and rule.follows for rule in rules)
+    rounds = any(isinstance(rule, Quantize) and rule.of == "input" for rule in rules)
+    expect(not (removes and rounds), f"compress: the rules of `{name}`", "inputs as they are, if "
+           "channels or heads are removed", rules, "leave `follows` or the rule of inputs out")
     weight = module.weight
     expect(not weight.is_meta, f"compress: `{name}`", "a weight with values", "one on the meta "
            "device", "build the layer first")
@@ -317,22 +324,44 @@ def _suits(rule: Rule, module: Weighted) -> bool:
 
 def _add(module: Weighted, rules: list[Rule]) -> list[Method]:
     """
-    #### Put rules on one layer, which then computes with what they make of its weight
+    #### Put rules on one layer
     """
     methods = [kind(rule, module) for kind in ORDER for rule in rules if _class_of(rule) is kind]
+    of_weight = [method for method in methods if not isinstance(method, QuantisedInput)]
+    if len(of_weight) < len(methods):
+        module.compressed_input = methods[-1]
+        module.register_forward_pre_hook(_round_input, with_kwargs=True)
+    if of_weight:
+        _add_to_weight(module, of_weight)
+    return methods
+
+
+def _class_of(rule: Rule) -> type[Method]:
+    """
+    #### What a rule does to a module's weight, or to its input
+    """
+    if isinstance(rule, Quantize):
+        return Quantised if rule.of == "weight" else QuantisedInput
+    return PrunedElements if rule.kind == "element" else PrunedParts
+
+
+def _add_to_weight(module: Weighted, methods: list[Method]) -> None:
+    """
+    #### Compute with what these methods make of the weight
+    """
     parametrize.register_parametrization(
         module, "weight", Compressed(methods, module), unsafe=True)
     has_bias = getattr(module, "bias", None) is not None
     for method in methods:
         if has_bias and isinstance(method, PrunedParts) and method.rule.kind == "row":
             parametrize.register_parametrization(module, "bias", PrunedBias(method), unsafe=True)
-    return methods
 
 
-def _class_of(rule: Rule) -> type[Method]:
+def _round_input(module: Weighted, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """
-    #### What a rule does to a module's weight
+    #### A hook before the forward pass of a layer
     """
-    if isinstance(rule, Quantize):
-        return Quantised
-    return PrunedElements if rule.kind == "element" else PrunedParts
+    if args:
+        return (module.compressed_input(args[0]), *args[1:]), kwargs
+    name = next(iter(inspect.signature(module.forward).parameters))
+    return args, kwargs | {name: module.compressed_input(kwargs[name])}

@@ -51,12 +51,14 @@ class Quantize:
     """
     ## Compute with fewer bits
 
-    * `bits` are 8, 4, 2 or 1
+    * `bits` of a weight are 8, 4, 2 or 1; those of an input are 8
     * `group` is how many neighbours of a row share a scale; left out, a whole row does
     * `symmetric` values are multiples of a scale on both sides of zero; otherwise zero may be
       anywhere in the range
     * `start` is the optimizer's step from which weights are rounded. At `end` the bits have fallen
       from `start_bits` to `bits`; left out, they are `bits` from the start
+    * `of` is "weight", or "input" with the range of this rank's rows, so that ranks round alike
+      only if these are alike
 
     Raises `ValueError` for anything else.
     """
@@ -67,12 +69,17 @@ class Quantize:
     start: int = 0
     end: int | None = None
     start_bits: int | None = None
+    of: str = "weight"
 
     def __post_init__(self) -> None:
         _check_steps("Quantize", self.start, self.end)
-        expect(whole(self.bits, 1, 8) and self.bits in (8, 4, 2, 1), "Quantize: `bits`",
-               "8, 4, 2 or 1", repr(self.bits), "pass one of these")
-        expect(self.group is None or whole(self.group, 1), "Quantize: `group`",
+        is_input = self.of == "input"
+        expect(self.of in ("weight", "input"), "Quantize: `of`", "weight or input", repr(self.of),
+               "pass one of the two")
+        expect(whole(self.bits, 1, 8) and self.bits in ((8,) if is_input else (8, 4, 2, 1)),
+               "Quantize: `bits`", "8 for inputs; 8, 4, 2 or 1 for weights", repr(self.bits),
+               "pass one of these")
+        expect(self.group is None or (whole(self.group, 1) and not is_input), "Quantize: `group`",
                "a number of neighbours in a row of a weight", repr(self.group),
                "pass such a number, or leave it out")
         expect(self.symmetric or self.bits > 1, "Quantize: `symmetric`", "True for 1 bit, which "

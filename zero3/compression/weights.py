@@ -40,6 +40,7 @@ import torch
 from torch import nn
 
 from zero3.compression.rules import Prune
+from zero3.guards.options import expect
 
 Weighted = Any
 _INTEGERS = {
@@ -52,7 +53,7 @@ NOTHING = -1
 
 class Method(nn.Module):
     """
-    ## What a rule does to one weight, and how far its schedule is
+    ## What a rule does to one weight or input, and how far its schedule is
 
     `state`, a buffer, has the number of the optimizer's steps, and the threshold.
     """
@@ -384,3 +385,22 @@ class Quantised(Method):
             rounded = torch.fake_quantize_per_channel_affine(
                 rows, to.scales, to.zeros, 0, to.least, to.most)
         return rounded.view(weight.shape)
+
+
+class QuantisedInput(Method):
+    """
+    ## The input of a layer in 8 bits, within the range of its batch
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        ### The input, rounded
+        """
+        expect(x.is_floating_point(), "an input cannot be quantised", "floats", x.dtype,
+               "leave this layer out of `Quantize(of=\"input\")`", TypeError)
+        if self.rule.bits_at(self.steps) is None:
+            return x
+        low, high = x.detach().aminmax()
+        to = grid(low.view(1), high.view(1), self.rule.bits, self.rule.symmetric)
+        return torch.fake_quantize_per_tensor_affine(
+            x, to.scales[0], to.zeros[0], to.least, to.most)
