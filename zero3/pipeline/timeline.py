@@ -142,6 +142,7 @@ class Costs(NamedTuple):
     reduces: int  # of a stage
     sends: int  # of activations, and of their gradients
     kept: int  # most micro-batches whose activations it has, of all its stages together
+    whole: int  # most stages that are whole at a time
 
 
 def costs(listed: list[Action]) -> Costs:
@@ -149,7 +150,13 @@ def costs(listed: list[Action]) -> Costs:
     ## Count what a rank gathers, sends and keeps
     """
     count = Counter(action.kind for action in listed)
-    # Micro-batches that have gone forward and not back.
-    changes = [(action.kind == "forward") - (action.kind == "backward") for action in listed]
     return Costs(count["unshard"], count["reduce"], count["send"] + count["send gradient"],
-                 max(accumulate(changes), default=0))
+                 _most(listed, "forward", "backward"), _most(listed, "unshard", "reshard"))
+
+
+def _most(listed: list[Action], begins: str, ends: str) -> int:
+    """
+    #### The most things that have begun and not ended
+    """
+    changes = [(action.kind == begins) - (action.kind == ends) for action in listed]
+    return max(accumulate(changes), default=0)
