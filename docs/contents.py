@@ -222,6 +222,7 @@ FURTHER = (
         ("zero3/pipeline/pipeline.py",
          "`Pipeline`: train a model in sharded stages"),
         ("zero3/pipeline/__init__.py", "its public name"),
+        ("zero3/pipeline/__main__.py", "its command line"),
         ("notebooks/10_pipeline.ipynb", "How often does a stage have to be gathered?")),
     chapter(
         "Compiler",

@@ -10,8 +10,8 @@ import itertools
 import pytest
 
 from zero3.pipeline.schedules import GATHERS, ORDERS, Action, actions, check
-from zero3.pipeline.schedules import __doc__ as head
-from zero3.pipeline.timeline import bubble, costs, needed, timeline
+from zero3.pipeline.timeline import __doc__ as head
+from zero3.pipeline.timeline import bubble, costs, drawn, main, needed, timeline
 
 # Schedules with the numbers of ranks, micro-batches and stages per rank that they take.
 EVERY = [(name, p, m, v) for name in ORDERS for p in (1, 2, 3, 4) for m in (1, 2, 3, 4, 6, 8)
@@ -26,18 +26,14 @@ def passes(listed):
 
 def test_the_example_of_the_head_is_what_the_function_returns():
     """
-    The table of slots is in the head of `schedules.py`.
-    Proves `actions`, `one_forward_one_backward`, `timeline`, `bubble`.
+    The drawing is in the head of `timeline.py`.
+    Proves `actions`, `one_forward_one_backward`, `timeline`, `bubble`, `drawn`, `_name`.
     """
     lists = actions("1f1b", 2, 3)
     found = timeline(lists)
-    for rank, played in enumerate(found):
-        slots = [""] * 8
-        for start, end, (kind, _, i) in played:
-            assert end == start + 1
-            slots[start] = f"{kind[0].upper()}{i}"
-        row = " | ".join([f"| rank {rank}", *slots, ""]).replace("  ", " ").strip()
-        assert row in head
+    assert drawn(found).splitlines() == ["rank 0  0   1       (0) 2   (1)     (2)",
+                                         "rank 1      0   (0) 1   (1) 2   (2)"]
+    assert all(f"    {line}\n" in head for line in drawn(found).splitlines())
     assert bubble(found) == pytest.approx(1 / 4)
     counted = {gathers: costs(actions("1f1b", 2, 3, gathers=gathers)[0]).gathers
                for gathers in GATHERS}
@@ -164,3 +160,28 @@ def test_a_schedule_that_cannot_be_is_refused():
     backwards = [listed[::-1] for listed in actions("gpipe", 2, 2)]
     with pytest.raises(RuntimeError, match="ranks that wait for each other before"):
         timeline(backwards)
+
+
+def test_the_command_draws_a_schedule_and_counts(capsys):
+    """
+    The passes, the bubble, and what each rank gathers, sends and keeps. A line of four stages and
+    eight micro-batches fits in 100 columns.
+    Proves `timeline.main`, `drawn`, `costs`.
+    """
+    main(["--ranks", "2", "--per-rank", "2", "--micro-batches", "2", "--schedule", "interleaved"])
+    told = capsys.readouterr().out
+    assert "rank 0  a0   a1   b0   b1        (b0)" in told
+    assert "Ranks wait for 20.0% of the step" in told
+    for rank, listed in enumerate(actions("interleaved", 2, 2, 2)):
+        cost = costs(listed)
+        row = next(line for line in told.splitlines()[-6:] if line.startswith(f"rank {rank}"))
+        assert [*map(int, row.split()[2:])] == [cost.gathers, cost.reduces, cost.sends, cost.whole,
+                                                cost.kept]
+    main(["--ranks", "4", "--micro-batches", "8", "--schedule", "1f1b"])
+    told = capsys.readouterr().out
+    assert "in flight" in told and max(map(len, told.splitlines())) <= 100
+    for wrong in (["--per-rank", "0"], ["--ranks", "3", "--per-rank", "2"],
+                  ["--ranks", "0"], ["--ranks", "100000"], ["--micro-batches", "100000"],
+                  ["--ranks", "2", "--schedule", "interleaved", "--micro-batches", "3"]):
+        with pytest.raises(SystemExit):
+            main(wrong)

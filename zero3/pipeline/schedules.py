@@ -51,8 +51,8 @@ If a rank has several stages, `step` keeps all of them whole. With breadth-first
 go forward through a stage before the next one of this rank begins, so two gathers per stage are
 enough, and one for the last.
 
-**Run this**: `python -m pytest tests/pipeline/test_schedules.py`; `notebooks/10_pipeline.ipynb`
-draws the schedules as four ranks record them.
+**Run this**: `python -m zero3.pipeline --ranks 4 --micro-batches 8 --schedule 1f1b` draws a
+schedule.
 
 **Not covered, and what that costs**: schedules that fill the bubble with the part of backward that
 computes the weights' gradients.

@@ -1,8 +1,8 @@
 r"""
 # Timeline: what a schedule costs, before it runs
 
-`timeline` plays a schedule with passes of a given length, and `costs` counts what it gathers, sends
-and keeps.
+`timeline` plays a schedule with passes of a given length, `costs` counts what it gathers, sends and
+keeps, and `drawn` draws it.
 
 Times follow from two rules: a rank does one thing after the other, and a pass waits for the pass
 that it needs on another rank.
@@ -57,8 +57,11 @@ $$\text{peak} - \text{rest} = N \max\Big(\sum_\ell \left\lceil \frac{P_\ell}{N} 
 
 for layers of equal size. Activations and their gradients in memory come on top; see `kept` below.
 
-**Run this**: `python -m pytest tests/pipeline/test_stages_bytes.py` compares these formulas with
-what a `Ledger` measures.
+**Run this**: `python -m zero3.pipeline --ranks 2 --micro-batches 3`. The command draws a line for
+each rank:
+
+    rank 0  0   1       (0) 2   (1)     (2)
+    rank 1      0   (0) 1   (1) 2   (2)
 
 **Not covered, and what that costs**: the time of transfers and gathers. A schedule with a smaller
 bubble may be slower if it gathers more.
@@ -68,7 +71,8 @@ from collections import Counter, deque
 from itertools import accumulate
 from typing import NamedTuple
 
-from zero3.pipeline.schedules import PASSES, Action
+from zero3.guards.command_line import Parser, within
+from zero3.pipeline.schedules import GATHERS, ORDERS, PASSES, Action, actions
 
 
 class Pass(NamedTuple):
@@ -160,3 +164,62 @@ def _most(listed: list[Action], begins: str, ends: str) -> int:
     """
     changes = [(action.kind == begins) - (action.kind == ends) for action in listed]
     return max(accumulate(changes), default=0)
+
+
+def drawn(found: list[list[Pass]]) -> str:
+    """
+    ## A line for each rank: its passes over time
+
+    A forward pass is the number of its micro-batch, a backward pass the number in brackets. With
+    several stages on a rank, a letter tells which.
+    """
+    ranks = len(found)
+    per_rank = 1 + max(each.action.stage for passes in found for each in passes) // ranks
+    names = {each: _name(each.action, ranks, per_rank) for passes in found for each in passes}
+    width = 1 + max(len(name) for name in names.values())
+    lines = []
+    for rank, passes in enumerate(found):
+        line = ""
+        for each in passes:
+            line = line.ljust(round(each.start * width)) + names[each]
+        lines.append(f"rank {rank}  {line}")
+    return "\n".join(lines)
+
+
+def _name(action: Action, ranks: int, per_rank: int) -> str:
+    letter = chr(ord("a") + action.stage // ranks) if per_rank > 1 else ""
+    name = f"{letter}{action.micro_batch}"
+    return name if action.kind == "forward" else f"({name})"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """
+    ## The command line: draw a schedule, and say what it costs
+    """
+    parser = Parser(prog="zero3.pipeline", description="Draw a pipeline's step.")
+    add = parser.add_argument
+    add("--schedule", choices=[*ORDERS], default="1f1b", help="the order of the passes")
+    add("--ranks", type=int, default=4, help="ranks of the pipeline")
+    add("--per-rank", type=int, default=1, help="stages on each rank")
+    add("--micro-batches", type=int, default=8, help="micro-batches in a step")
+    add("--gathers", choices=GATHERS, default="stage", help="how long a stage stays whole")
+    args = parser.parse_args(argv)
+    try:
+        within("--ranks", args.ranks, 1, 64)
+        within("--per-rank", args.per_rank, 1, 64)
+        within("--micro-batches", args.micro_batches, 1, 256)
+        lists = actions(args.schedule, args.ranks, args.micro_batches, args.per_rank, args.gathers)
+    except ValueError as error:
+        parser.error(str(error))
+    found = timeline(lists)
+    print("0 is the forward pass of micro-batch 0, and (0) its backward pass.\n")
+    print(drawn(found))
+    print(f"\nRanks wait for {bubble(found):.1%} of the step, the bubble.\n")
+    print(f"{'':8}{'gathers':>8}{'reduces':>8}{'sends':>8}{'whole':>8}{'in flight':>12}")
+    for rank, listed in enumerate(lists):
+        cost = costs(listed)
+        print(f"rank {rank:<3}{cost.gathers:>8}{cost.reduces:>8}{cost.sends:>8}{cost.whole:>8}"
+              f"{cost.kept:>12}")
+    print("\ngathers, reduces: of a stage. sends: of activations or their gradients, between "
+          "stages.\nwhole: the most stages at a time. in flight: the most micro-batches whose "
+          "activations are kept.")

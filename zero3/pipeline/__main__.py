@@ -1,0 +1,7 @@
+"""
+# The command line of pipelines: draw a schedule
+"""
+
+from zero3.pipeline.timeline import main
+
+main()
