@@ -235,20 +235,21 @@ def test_a_copy_is_never_older_than_the_weights():
 
 def sent_on_nodes(shape, options, bucket_bytes):
     """Bytes of a step, and those between nodes, by event."""
-    links = Links(mesh_of(shape), **options)
-    model = sharded(links, dtype=torch.float32)
-    optimizer = Zero3Optimizer(model, bucket_bytes=bucket_bytes)
-    optimizer.backward(model(batch(0)[1]).square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
-    sent, between = Counter(), Counter()
-    with node_size(shape[1]), Ledger(model, optimizer) as tape:
-        with torch.no_grad():
-            model(batch(0)[1])
-        kept = [*model.module_list[0].comm.held_tensors()]
-        seen = len(tape.events)
+    with node_size(shape[1]):
+        links = Links(mesh_of(shape), **options)
+        model = sharded(links, dtype=torch.float32)
+        optimizer = Zero3Optimizer(model, bucket_bytes=bucket_bytes)
         optimizer.backward(model(batch(0)[1]).square().mean())
         optimizer.step()
+        optimizer.zero_grad()
+        sent, between = Counter(), Counter()
+        with Ledger(model, optimizer) as tape:
+            with torch.no_grad():
+                model(batch(0)[1])
+            kept = [*model.module_list[0].comm.held_tensors()]
+            seen = len(tape.events)
+            optimizer.backward(model(batch(0)[1]).square().mean())
+            optimizer.step()
     for event in tape.events[seen:]:
         sent[event.phase, event.event] += event.sent_bytes
         between[event.phase, event.event] += event.between_bytes
