@@ -27,7 +27,6 @@ import random
 import resource
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -49,13 +48,15 @@ from zero3.in_flight import in_flight as owner_of_memory
 from zero3.train import launch
 
 # What every rank imports, imported once. `preload` adds what the tests that are to run need.
-launch.preload("tests.cases", "tests.checkpoint.survivor", "tests.in_flight", "tests.ranks")
+launch.preload("tests.cases", "tests.checkpoint.survivor", "tests.in_flight", "tests.ranks",
+               "tests.frozen")
 
 # Packages that tests' files import first of all; the beginnings of the names of what is imported
 # once for all ranks; and of the tests' files, which are not.
 FIRST = ("pytest", "hypothesis")
 PRELOADED = ("zero3.", "tests.", "docs.exercises.")
 FILES = ".test_"
+HERE = "127.0.0.1"
 # The cores that the tests may use; none where the system does not tell.
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
@@ -80,7 +81,7 @@ def preload() -> None:
     """
     first = [name for name in FIRST if name in sys.modules]
     ours = [name for name in sys.modules if name.startswith(PRELOADED)]
-    launch.preload(*first, *(name for name in ours if FILES not in name))
+    launch.preload(*first, *(name for name in ours if FILES not in name), "tests.frozen")
 
 
 def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False,
@@ -97,12 +98,11 @@ def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False
     ranks = _pool.first(world_size)
     good = False
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            for number, rank in enumerate(ranks):
-                place = (number, world_size, f"{folder}/store")
-                rank.pipe.send_bytes(pickle.dumps((place, worker, args)))
-            answers = [launch._answer(rank.pipe, number, timeout_s)
-                       for number, rank in enumerate(ranks)]
+        for number, rank in enumerate(ranks):
+            place = (number, world_size, f"call {_pool.calls}")
+            rank.pipe.send_bytes(pickle.dumps((place, worker, args)))
+        answers = [launch._answer(rank.pipe, number, timeout_s)
+                   for number, rank in enumerate(ranks)]
         good = all(each for each, _ in answers)
     finally:
         _pool.release(ranks, good)
@@ -116,9 +116,9 @@ class Rank:
     ## A process that waits for calls
     """
 
-    def __init__(self):
+    def __init__(self, port: int):
         self.pipe, theirs = launch._CONTEXT.Pipe()
-        self.process = launch._CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process = launch._CONTEXT.Process(target=_serve, args=(theirs, port), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -135,6 +135,17 @@ class Pool:
 
     def __init__(self):
         self.ranks: list[Rank] = []
+        self.calls = 0
+
+    @functools.cached_property
+    def store(self) -> dist.TCPStore:
+        """
+        ### Where the ranks of a call find each other: a thread of this process
+
+        A rank that waits for a line in a file looks for it every 10 ms, several times for each
+        process group.
+        """
+        return dist.TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
 
     def first(self, count: int) -> list[Rank]:
         """
@@ -143,7 +154,8 @@ class Pool:
         for rank in [rank for rank in self.ranks if not rank.process.is_alive()]:
             self.end(rank)
         while len(self.ranks) < count:
-            self.ranks.append(Rank())
+            self.ranks.append(Rank(self.store.port))
+        self.calls += 1
         return self.ranks[:count]
 
     def release(self, ranks: list[Rank], good: bool) -> None:
@@ -171,22 +183,22 @@ _pool = Pool()
 # ------------------------------------------------------------------------------------ in the rank
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, port: int) -> None:
     """
     #### The life of a rank
     """
     # Ranks share the cores; more threads than cores would wait for each other.
     torch.set_num_threads(1)
     seed = torch.initial_seed()
-    # Whatever is alive now stays: the collector need not look at it after each call.
-    gc.collect()
-    gc.freeze()
     # Each call imports the worker's file anew. Where Python writes no bytecode, it would compile
     # the file as often.
     SourceFileLoader.source_to_code = functools.cache(  # type: ignore[method-assign]
         SourceFileLoader.source_to_code)
     in_flight.watch()
+    store = dist.TCPStore(HERE, port, wait_for_workers=False)
     before = _state()
+    # Whatever is alive now stays: the collector need not look at it after each call.
+    gc.freeze()
     while True:
         try:
             call = pipe.recv_bytes()
@@ -195,7 +207,7 @@ def _serve(pipe: Any) -> None:
         torch.manual_seed(seed)
         random.seed()
         np.random.seed()
-        pipe.send_bytes(_answer(call))
+        pipe.send_bytes(_answer(call, store))
         # The others may still wait for messages of this rank's.
         pipe.recv_bytes()
         kinds = _clear(before["modules"])
@@ -206,16 +218,16 @@ def _serve(pipe: Any) -> None:
         gc.freeze()
 
 
-def _answer(call: bytes) -> bytes:
+def _answer(call: bytes, store: dist.Store) -> bytes:
     """
     #### What the worker returns, or the traceback
     """
     where = "a rank"
     try:
-        (rank, world_size, store), worker, args = pickle.loads(call)
+        (rank, world_size, name), worker, args = pickle.loads(call)
         where = f"rank {rank}"
         _keep_to_a_core(rank)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
+        dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank,
                                 world_size=world_size, timeout=timedelta(seconds=60))
         with warnings.catch_warnings():
             answer = worker(*args)
