@@ -21,6 +21,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import operator
 import os
 import pickle
 import random
@@ -283,15 +284,19 @@ def _left(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     for what in before.keys() - {"modules", "names"}:
         if before[what] != after[what]:
             yield f"{what}, {before[what]} and then {after[what]}"
-    for (owner, name), value in before["names"].items():
-        now = after["names"].get((owner, name))
-        if now is value:
+    for owner, values in before["names"]:
+        names = vars(owner)
+        # There are tens of thousands of them. New ones come last.
+        if len(names) >= len(values) and all(map(operator.is_, values, names)) and all(
+                map(operator.is_, values.values(), names.values())):
             continue
-        # Torch itself wraps `step` of each class of optimizers, once; its compiler, two methods of
-        # `Module`.
-        by_compiler = getattr(now, "__module__", "") == "torch._dynamo.mutation_guard"
-        if not (getattr(now, "hooked", False) or by_compiler):
-            yield f"{owner}.{name}"
+        for name, value in values.items():
+            now = names.get(name)
+            # Torch itself wraps `step` of each class of optimizers, once; its compiler, two methods
+            # of `Module`.
+            by_compiler = getattr(now, "__module__", "") == "torch._dynamo.mutation_guard"
+            if now is not value and not (getattr(now, "hooked", False) or by_compiler):
+                yield f"{owner.__name__}.{name}"
 
 
 def _state() -> dict[str, Any]:
@@ -301,11 +306,9 @@ def _state() -> dict[str, Any]:
     ours = [module for name, module in sys.modules.items() if name.partition(".")[0] in OURS]
     classes = {value for module in ours for value in vars(module).values()
                if inspect.isclass(value) and value.__module__.partition(".")[0] in OURS}
-    owners = [*REPLACEABLE, *ours, *classes]
     return {
         "modules": {*sys.modules},
-        "names": {(owner.__name__, name): value for owner in owners
-                  for name, value in vars(owner).items()},
+        "names": [(owner, {**vars(owner)}) for owner in (*REPLACEABLE, *ours, *classes)],
         "threads": {thread.ident for thread in threading.enumerate()},
         "open files": _open_files(),
         "environment": dict(os.environ),

@@ -25,7 +25,7 @@ from zero3.pipeline import Pipeline
 # once. It looks for gloo's threads after everything else, because the first function that is
 # registered runs last.
 PROGRAM = """
-import atexit, os, signal, sys
+import atexit, gc, os, signal, sys
 from itertools import product
 from pathlib import Path
 
@@ -35,11 +35,14 @@ def look():
 
 atexit.register(look)
 import torch
+import torch._dynamo  # which optimizers import in their first step
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, save
 
+# Ranks that look for cycles would copy the memory of all that is imported.
+gc.freeze()
 folder = Path(sys.argv[1])
 hear, tell = os.pipe()
 ranks = {}
