@@ -57,6 +57,11 @@ launch.preload("tests.cases", "tests.checkpoint.survivor", "tests.in_flight", "t
 FIRST = ("pytest", "hypothesis")
 PRELOADED = ("zero3.", "tests.", "docs.exercises.")
 FILES = ".test_"
+# What workers of these files import only as they go, which would take each new rank two seconds.
+MODELS = "transformers.models"
+LATE = {"tests.wholes": (f"{MODELS}.gpt2.modeling_gpt2", f"{MODELS}.llama.modeling_llama",
+                         f"{MODELS}.t5.modeling_t5"),
+        "tests.compiler.models": ("torch._dynamo.backends.debugging", "torch.distributed.tensor")}
 HERE = "127.0.0.1"
 # The cores that the tests may use; none where the system does not tell.
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -82,7 +87,8 @@ def preload() -> None:
     """
     first = [name for name in FIRST if name in sys.modules]
     ours = [name for name in sys.modules if name.startswith(PRELOADED)]
-    launch.preload(*first, *(name for name in ours if FILES not in name), "tests.frozen")
+    late = [name for needs, names in LATE.items() if needs in sys.modules for name in names]
+    launch.preload(*first, *late, *(name for name in ours if FILES not in name), "tests.frozen")
 
 
 def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False,
