@@ -21,13 +21,13 @@ import contextlib
 import functools
 import gc
 import inspect
+import operator
 import os
 import pickle
 import random
 import resource
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -49,13 +49,20 @@ from zero3.in_flight import in_flight as owner_of_memory
 from zero3.train import launch
 
 # What every rank imports, imported once. `preload` adds what the tests that are to run need.
-launch.preload("tests.cases", "tests.checkpoint.survivor", "tests.in_flight", "tests.ranks")
+launch.preload("tests.cases", "tests.checkpoint.survivor", "tests.in_flight", "tests.ranks",
+               "tests.frozen")
 
 # Packages that tests' files import first of all; the beginnings of the names of what is imported
 # once for all ranks; and of the tests' files, which are not.
 FIRST = ("pytest", "hypothesis")
 PRELOADED = ("zero3.", "tests.", "docs.exercises.")
 FILES = ".test_"
+# What workers of these files import only as they go, which would take each new rank two seconds.
+MODELS = "transformers.models"
+LATE = {"tests.wholes": (f"{MODELS}.gpt2.modeling_gpt2", f"{MODELS}.llama.modeling_llama",
+                         f"{MODELS}.t5.modeling_t5"),
+        "tests.compiler.models": ("torch._dynamo.backends.debugging", "torch.distributed.tensor")}
+HERE = "127.0.0.1"
 # The cores that the tests may use; none where the system does not tell.
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
@@ -80,7 +87,8 @@ def preload() -> None:
     """
     first = [name for name in FIRST if name in sys.modules]
     ours = [name for name in sys.modules if name.startswith(PRELOADED)]
-    launch.preload(*first, *(name for name in ours if FILES not in name))
+    late = [name for needs, names in LATE.items() if needs in sys.modules for name in names]
+    launch.preload(*first, *late, *(name for name in ours if FILES not in name), "tests.frozen")
 
 
 def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False,
@@ -97,12 +105,11 @@ def run(worker: Callable | str, world_size: int, *args: Any, fresh: bool = False
     ranks = _pool.first(world_size)
     good = False
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            for number, rank in enumerate(ranks):
-                place = (number, world_size, f"{folder}/store")
-                rank.pipe.send_bytes(pickle.dumps((place, worker, args)))
-            answers = [launch._answer(rank.pipe, number, timeout_s)
-                       for number, rank in enumerate(ranks)]
+        for number, rank in enumerate(ranks):
+            place = (number, world_size, f"call {_pool.calls}")
+            rank.pipe.send_bytes(pickle.dumps((place, worker, args)))
+        answers = [launch._answer(rank.pipe, number, timeout_s)
+                   for number, rank in enumerate(ranks)]
         good = all(each for each, _ in answers)
     finally:
         _pool.release(ranks, good)
@@ -116,9 +123,9 @@ class Rank:
     ## A process that waits for calls
     """
 
-    def __init__(self):
+    def __init__(self, port: int):
         self.pipe, theirs = launch._CONTEXT.Pipe()
-        self.process = launch._CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process = launch._CONTEXT.Process(target=_serve, args=(theirs, port), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -135,6 +142,17 @@ class Pool:
 
     def __init__(self):
         self.ranks: list[Rank] = []
+        self.calls = 0
+
+    @functools.cached_property
+    def store(self) -> dist.TCPStore:
+        """
+        ### Where the ranks of a call find each other: a thread of this process
+
+        A rank that waits for a line in a file looks for it every 10 ms, several times for each
+        process group.
+        """
+        return dist.TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
 
     def first(self, count: int) -> list[Rank]:
         """
@@ -143,7 +161,8 @@ class Pool:
         for rank in [rank for rank in self.ranks if not rank.process.is_alive()]:
             self.end(rank)
         while len(self.ranks) < count:
-            self.ranks.append(Rank())
+            self.ranks.append(Rank(self.store.port))
+        self.calls += 1
         return self.ranks[:count]
 
     def release(self, ranks: list[Rank], good: bool) -> None:
@@ -171,22 +190,22 @@ _pool = Pool()
 # ------------------------------------------------------------------------------------ in the rank
 
 
-def _serve(pipe: Any) -> None:
+def _serve(pipe: Any, port: int) -> None:
     """
     #### The life of a rank
     """
     # Ranks share the cores; more threads than cores would wait for each other.
     torch.set_num_threads(1)
     seed = torch.initial_seed()
-    # Whatever is alive now stays: the collector need not look at it after each call.
-    gc.collect()
-    gc.freeze()
     # Each call imports the worker's file anew. Where Python writes no bytecode, it would compile
     # the file as often.
     SourceFileLoader.source_to_code = functools.cache(  # type: ignore[method-assign]
         SourceFileLoader.source_to_code)
     in_flight.watch()
+    store = dist.TCPStore(HERE, port, wait_for_workers=False)
     before = _state()
+    # Whatever is alive now stays: the collector need not look at it after each call.
+    gc.freeze()
     while True:
         try:
             call = pipe.recv_bytes()
@@ -195,7 +214,7 @@ def _serve(pipe: Any) -> None:
         torch.manual_seed(seed)
         random.seed()
         np.random.seed()
-        pipe.send_bytes(_answer(call))
+        pipe.send_bytes(_answer(call, store))
         # The others may still wait for messages of this rank's.
         pipe.recv_bytes()
         kinds = _clear(before["modules"])
@@ -206,16 +225,16 @@ def _serve(pipe: Any) -> None:
         gc.freeze()
 
 
-def _answer(call: bytes) -> bytes:
+def _answer(call: bytes, store: dist.Store) -> bytes:
     """
     #### What the worker returns, or the traceback
     """
     where = "a rank"
     try:
-        (rank, world_size, store), worker, args = pickle.loads(call)
+        (rank, world_size, name), worker, args = pickle.loads(call)
         where = f"rank {rank}"
         _keep_to_a_core(rank)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank,
+        dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank,
                                 world_size=world_size, timeout=timedelta(seconds=60))
         with warnings.catch_warnings():
             answer = worker(*args)
@@ -271,15 +290,19 @@ def _left(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     for what in before.keys() - {"modules", "names"}:
         if before[what] != after[what]:
             yield f"{what}, {before[what]} and then {after[what]}"
-    for (owner, name), value in before["names"].items():
-        now = after["names"].get((owner, name))
-        if now is value:
+    for owner, values in before["names"]:
+        names = vars(owner)
+        # There are tens of thousands of them. New ones come last.
+        if len(names) >= len(values) and all(map(operator.is_, values, names)) and all(
+                map(operator.is_, values.values(), names.values())):
             continue
-        # Torch itself wraps `step` of each class of optimizers, once; its compiler, two methods of
-        # `Module`.
-        by_compiler = getattr(now, "__module__", "") == "torch._dynamo.mutation_guard"
-        if not (getattr(now, "hooked", False) or by_compiler):
-            yield f"{owner}.{name}"
+        for name, value in values.items():
+            now = names.get(name)
+            # Torch itself wraps `step` of each class of optimizers, once; its compiler, two methods
+            # of `Module`.
+            by_compiler = getattr(now, "__module__", "") == "torch._dynamo.mutation_guard"
+            if now is not value and not (getattr(now, "hooked", False) or by_compiler):
+                yield f"{owner.__name__}.{name}"
 
 
 def _state() -> dict[str, Any]:
@@ -289,11 +312,9 @@ def _state() -> dict[str, Any]:
     ours = [module for name, module in sys.modules.items() if name.partition(".")[0] in OURS]
     classes = {value for module in ours for value in vars(module).values()
                if inspect.isclass(value) and value.__module__.partition(".")[0] in OURS}
-    owners = [*REPLACEABLE, *ours, *classes]
     return {
         "modules": {*sys.modules},
-        "names": {(owner.__name__, name): value for owner in owners
-                  for name, value in vars(owner).items()},
+        "names": [(owner, {**vars(owner)}) for owner in (*REPLACEABLE, *ours, *classes)],
         "threads": {thread.ident for thread in threading.enumerate()},
         "open files": _open_files(),
         "environment": dict(os.environ),

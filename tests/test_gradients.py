@@ -11,6 +11,7 @@ import os
 import pickle
 import tempfile
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -465,10 +466,10 @@ def alternate(places, name, folder, group_by=None):
 def alternate_all():
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for tier in tiers(scratch):
-            for name in OPTIMIZERS:
-                folder = dist_folder()
-                found[tier, name] = alternate(tiers(scratch)[tier], name, folder)
+        for i, (tier, name) in enumerate(product(tiers(scratch), OPTIMIZERS)):
+            # All on two ranks; on three, each tier and each optimizer.
+            if dist.get_world_size() == 2 or i % 3 == i // 3 % 3:
+                found[tier, name] = alternate(tiers(scratch)[tier], name, dist_folder())
         found["predicted"] = predicted_after_a_cut()
         found["groups"] = alternate((None, None), "AdamW", dist_folder(), lambda n, p: {
             "weight_decay": 0.1 if p.ndim > 1 else 0.0} if n != "x" else {}) * 0

@@ -429,17 +429,17 @@ def trained_in_replicas(shape, names, folder, native):
 
 
 def trained_on(mesh, names, folder, native):
-    """The largest difference from plain PyTorch, of all cases, optimizers and tiers."""
+    """The largest difference from plain PyTorch, of these cases, and of one from each tier."""
     worst = {}
     with collectives() if native else nullcontext():
         for name in names:
             worst[name] = train_both(name, mesh=mesh)
-        for offload in (None, "cpu", Offload("nvme", folder=folder)):
+        for offload, name in ((None, "Chain"), ("cpu", "Accumulated"),
+                              (Offload("nvme", folder=folder), "Unused")):
             def optimizer(model, where=offload, **options):
                 return Zero3Optimizer(model, offload=where, bucket_bytes=300, **options)
-            for name in ("Chain", "Accumulated", "Unused"):
-                worst[name, str(offload)] = train_both(name, optimizer=optimizer, offload=offload,
-                                                       mesh=mesh)
+            worst[name, str(offload)] = train_both(name, optimizer=optimizer, offload=offload,
+                                                   mesh=mesh)
     return worst
 
 
@@ -447,9 +447,9 @@ def trained_on(mesh, names, folder, native):
 @pytest.mark.parametrize("native", [False, True])
 def test_replicas_train_like_plain_pytorch_on_the_global_batch(shape, native, tmp_path):
     """
-    Every case, with torch's AdamW and with `Zero3Optimizer` in each tier, by messages and by
-    collectives. Breaks where the divisor is the size of one replica, where a gradient is delivered
-    before the replicas have added theirs, and where a norm counts replicas.
+    Every case by messages or by collectives, the first six by both, with torch's AdamW; and with
+    `Zero3Optimizer` in each tier. Breaks where the divisor is the size of one replica, where a
+    gradient is delivered before the replicas have added theirs, and where a norm counts replicas.
     Proves I1, I5, I7, I8, I9, `LinkedCommunicator.exchange`, `_add_in`, `groups_of`,
     `Reducer.end_exchange`, `Reducer.deliver`, `Reducer.arrived`.
     """
@@ -868,7 +868,9 @@ def test_one_replica_saves_and_every_layout_of_groups_loads(shape, tmp_path):
     assert files == {f"rank-{rank:05}-of-{shards:05}.safetensors" for rank in range(shards)}
     for rank, (there, end, drawn) in enumerate(run(load_on, count, shape, folder)):
         assert same(there, saved[0][0]) and same(end, saved[0][1]) and drawn == saved[rank][2]
-    for other in ((2, 2), (3, 1), (2, 1), 4, 2, 1):
+    # From replicas of two ranks on all, and from each other layout on three.
+    layouts = [(2, 2), (3, 1), (2, 1), 4, 2, 1]
+    for other in layouts if shape == (2, 2) else layouts[count % 2 :: 2]:
         number = math.prod(other) if isinstance(other, tuple) else other
         answers = run(load_on, number, other, folder)
         assert all(same(there, saved[0][0]) for there, *_ in answers)

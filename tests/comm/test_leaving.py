@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,10 +21,12 @@ from zero3 import Links, Zero3Layer
 from zero3.comm.order import timeout_of
 from zero3.pipeline import Pipeline
 
-# A rank of a program. It looks for gloo's threads after everything else, because the first function
-# that is registered runs last.
+# A program that forks into two ranks for each way to end. It forks before it computes, and imports
+# once. It looks for gloo's threads after everything else, because the first function that is
+# registered runs last.
 PROGRAM = """
-import atexit, os, sys
+import atexit, gc, os, signal, sys
+from itertools import product
 from pathlib import Path
 
 def look():
@@ -32,19 +35,42 @@ def look():
 
 atexit.register(look)
 import torch
+import torch._dynamo  # which optimizers import in their first step
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, save
 
-rank, how, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+# Ranks that look for cycles would copy the memory of all that is imported.
+gc.freeze()
+folder = Path(sys.argv[1])
+hear, tell = os.pipe()
+ranks = {}
+for how, rank in product(sys.argv[2:], range(2)):
+    ranks[how, rank] = os.fork()
+    if not ranks[how, rank]:
+        break
+else:
+    stopped = ranks.pop(("stopped", 1))
+    os.waitpid(stopped, os.WUNTRACED)
+    os.close(tell)
+    for (how, rank), pid in ranks.items():
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        (folder / f"{how}-{rank}.code").write_text(f"{code}")
+    os.kill(stopped, signal.SIGKILL)
+    sys.exit()
+
+os.close(tell)
+told = os.open(folder / f"{how}-{rank}.told", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+os.dup2(told, 1)
+os.dup2(told, 2)
+dist.init_process_group("gloo", init_method=f"file://{folder}/{how}.store", rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
 model = Zero3Sequential([Zero3Layer(nn.Linear(4, 4), mesh=mesh) for _ in range(2)])
 optimizer = Zero3Optimizer(model, lr=0.1)
 optimizer.backward(model(torch.ones(2, 4)).sum())
 optimizer.step()
-save(f"{folder}/saved", model, optimizer, step=1)
+save(folder / how, model, optimizer, step=1)
 if how == "destroys":
     dist.destroy_process_group()
 elif how == "raises":
@@ -52,52 +78,53 @@ elif how == "raises":
 elif how == "stopped":
     # The other rank never answers, so a thread of gloo's waits for it, for half an hour.
     if rank:
-        print("stops", flush=True)
-        os.kill(os.getpid(), 19)
-    sys.stdin.read()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    os.read(hear, 1)
     work = dist.all_reduce(torch.ones(1), async_op=True)
 """
+WAYS = ("forgets", "destroys", "raises", "stopped")
 
 
-def start(rank, how, folder):
-    root = str(Path(__file__).parents[2])
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(rank), how, str(folder)], text=True, cwd=root,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"})
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """The exit status of each rank that was not stopped, and what it has told"""
+    folder = tmp_path_factory.mktemp("ends")
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM, folder, *WAYS],
+                               cwd=Path(__file__).parents[2], start_new_session=True,
+                               env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        assert program.wait(timeout=300) == 0
+    finally:
+        # All ranks, also one that does not end.
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+    return {path.stem: (int(path.read_text()), path.with_suffix(".told").read_text())
+            for path in folder.glob("*.code")}
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads")
 @pytest.mark.parametrize("how", ["forgets", "destroys", "raises"])
-def test_no_thread_of_gloos_is_left_when_python_ends(how, tmp_path):
+def test_no_thread_of_gloos_is_left_when_python_ends(how, ends):
     """
     A thread that still has to drop a tensor would end the process with SIGABRT, after everything
     has been saved. With layers on a mesh `destroy_process_group()` alone ends them only if nobody
     else has a handle of its groups. Breaks without `leave`, or with a strong `Group.handle`.
     Proves `leave`, `Group.process_group`.
     """
-    ranks = [start(rank, how, tmp_path) for rank in range(2)]
-    for process in ranks:
-        told, error = process.communicate(timeout=300)
-        assert process.returncode == (how == "raises"), error
+    for rank in range(2):
+        code, told = ends[f"{how}-{rank}"]
+        assert code == (how == "raises"), told
         assert "gloo's threads: 0" in told
 
 
-def test_the_end_waits_for_nobody_who_was_stopped(tmp_path):
+def test_the_end_waits_for_nobody_who_was_stopped(ends):
     """
     The thread that waits for a stopped rank is left alone after half a second, and the program
     ends. Breaks where `leave` calls `destroy_process_group()` itself: that takes half an hour.
     Proves `leave`.
     """
-    alive, stopped = (start(rank, "stopped", tmp_path) for rank in range(2))
-    try:
-        assert "stops" in stopped.stdout.readline()
-        alive.communicate("", timeout=120)
-        assert alive.returncode is not None
-    finally:
-        for process in (alive, stopped):
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
+    assert "stopped-0" in ends
 
 
 def times():

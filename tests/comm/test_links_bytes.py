@@ -67,12 +67,12 @@ KINDS = {
 
 def some(number, chains):
     """
-    Each chain with three kinds of training, other ones for the next chain and the next layout, so
+    Each chain with two kinds of training, other ones for the next chain and the next layout, so
     that each kind meets most chains and a few layouts of every form.
     """
     kinds = [*KINDS]
     return [(chain, kinds[(number + i + step) % len(kinds)])
-            for i, chain in enumerate(chains) for step in (0, 2, 4)]
+            for i, chain in enumerate(chains) for step in (0, 3)]
 
 
 def chains():
@@ -225,12 +225,15 @@ def test_the_bytes_of_every_layout_are_those_of_the_formulas(name):
 @pytest.mark.parametrize("name", ["flat, encoded", "hybrid 2x2", "nodes 2x2, gradients"])
 def test_the_bytes_of_small_chains_are_those_of_the_formulas_too(name):
     """
-    Padding, layers inside of layers, and a single layer that trains, first or last.
+    Padding, layers inside of layers, and a single layer that trains, first or last. Gradients are
+    held back in every second chain, and in the others with the next layout.
     Proves I2, I4.
     """
     layout, ranks_per_node = LAYOUTS[name]
-    pairs = [*product(chains().keys() - {"frozen", "unequal", "buffers"},
-                      ["each alone", "held, each alone"])]
+    small = sorted(chains().keys() - {"frozen", "unequal", "buffers"})
+    first = name.startswith("hybrid")
+    pairs = [(chain, ["each alone", "held, each alone"][(i + first) % 2])
+             for i, chain in enumerate(small)]
     for rank, found in enumerate(run(wrong_bytes, layout.divisor, layout, ranks_per_node, pairs)):
         assert found == [], rank
 

@@ -720,7 +720,7 @@ class Watching(Ledger):
             self.full[phase] = max(self.full[phase], full)
 
 
-LIMITS = ((96, 0), (150, 0), (1000, 0), (1000, 500), (260, 500))
+LIMITS = ((96, 0), (1000, 0), (1000, 500), (260, 500))
 
 
 def sent_within():

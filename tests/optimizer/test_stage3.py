@@ -231,7 +231,7 @@ def test_every_trap_of_the_heart_is_none_for_the_optimizer():
     Proves I1, I7, `Zero3Layer.is_over`, `Watch.inputs`, `Watch.outputs`, `tensors_in`,
     `Watch.input_arrived`, `FlatParameter.zero_missing`.
     """
-    for worst in run(all_cases, 3):
+    for worst in run(all_cases, 2):
         # One has parameters in fp32.
         assert worst.pop("DataTypes") < 1e-6
         assert max(worst.values()) < 1e-10, worst
@@ -269,9 +269,15 @@ BYTES = {  # optimizer class and options, micro-batches, and whether all but one
 }
 
 
+def kinds_of(name, world_size):
+    """All of them on two ranks; else a half, which is the other half for the next chain."""
+    return [*BYTES] if world_size == 2 else [*BYTES][[*sizes()].index(name) % 2 :: 2]
+
+
 def measured_bytes(name):
     found = []
-    for optimizer_class, options, k, hold in BYTES.values():
+    for kind in kinds_of(name, dist.get_world_size()):
+        optimizer_class, options, k, hold = BYTES[kind]
         model = shard(sizes()[name])
         optimizer = Zero3Optimizer(model, optimizer_class, **{"bucket_bytes": 0, **options})
         # The second step has the moments that the first one made.
@@ -300,7 +306,7 @@ def test_the_formulas_cover_masters_moments_and_gradients_of_both_widths(name, w
     Proves I2, I3, I4, `predict_optimizer`, `predict._kept`.
     """
     for rank, found in enumerate(run(measured_bytes, world_size, name)):
-        for what, (got, predicted) in zip(BYTES, found, strict=True):
+        for what, (got, predicted) in zip(kinds_of(name, world_size), found, strict=True):
             assert got == predicted, (rank, what)
 
 
