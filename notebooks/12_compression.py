@@ -17,6 +17,8 @@
 
 # %% tags=["varies"]
 # %%writefile worker_12.py
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -64,7 +66,8 @@ def train(sparsity, bits):
     losses, zeros = [], []
     for i in range(STEPS):
         x, y = (half.chunk(2)[dist.get_rank()].to(my_device()) for half in batch(i))
-        with Ledger(model, optimizer) as tape:
+        last = i == STEPS - 1
+        with Ledger(model, optimizer) if last else nullcontext() as tape:
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()
@@ -208,7 +211,9 @@ plt.show()
 # %%
 cases = {"as it is": (0, 0), "8 bits": (0, 8), "4 bits": (0, 4), "half pruned": (0.5, 0),
          "half pruned, 4 bits": (0.5, 4), "half pruned, 2 bits": (0.5, 2)}
-found = {name: run("worker_12:train", 2, *case)[0] for name, case in cases.items()}
+# One of them has been trained above.
+found = {name: first if case == (0.5, 4) else run("worker_12:train", 2, *case)[0]
+         for name, case in cases.items()}
 print(f"{'':22}{'bytes':>8}")
 for name, each in found.items():
     print(f"{name:22}{each['nbytes']:8,}")

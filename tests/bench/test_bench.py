@@ -1,5 +1,8 @@
 """
 # The benchmark runs, and compares like with like
+
+One test starts it as a reader does. The others call it in this process, so that their ranks are
+forked from the server of the tests, which has imported torch already.
 """
 
 import json
@@ -11,7 +14,35 @@ from pathlib import Path
 import pytest
 
 from tests import nodes
+from tests.bench import activations, pipeline
 from tests.bench import training as bench
+
+
+@pytest.fixture
+def network(monkeypatch):
+    """
+    A network of the ranks' own, if this machine can have one, so that its loopback counts nothing
+    but their messages. The benchmark itself makes one by starting anew.
+    """
+    if nodes.why_not():
+        yield False
+        return
+
+    def run(worker, ranks, *args, fresh, timeout_s):
+        return nodes.Testbed(testbed.fds, ranks).run(worker, *args, timeout_s=timeout_s)
+
+    with nodes.nodes(1) as testbed:
+        for module in (bench, pipeline):
+            monkeypatch.setattr(module, "run", run)
+        yield True
+
+
+def benchmark(options, out, own_network=False):
+    """Run one of the benchmarks, and return what it has measured."""
+    args = bench.options([*options.split(), "--out", str(out)])
+    args.own_network = own_network
+    bench.benchmark(args)
+    return json.loads(out.read_text())
 
 
 def test_the_benchmark_trains_its_peers_alike_and_ours_sends_less_than_fsdp2(tmp_path):
@@ -47,21 +78,15 @@ def test_the_benchmark_trains_its_peers_alike_and_ours_sends_less_than_fsdp2(tmp
         assert sent["zero3"] > only["zero3"]["ranks"][0]["ledger_bytes"]
 
 
-def test_muon_sends_what_the_ledger_says_and_less_than_fsdp2s_tensors(tmp_path):
+def test_muon_sends_what_the_ledger_says_and_less_than_fsdp2s_tensors(network, tmp_path):
     """
     The matrices of FSDP2 are DTensors, whose products communicate. Losses are DDP's with torch's
     Muon. Where the loopback's count is exact, it is the ledger's, with headers and barriers.
     Proves I1, I4, `Owners.step`.
     """
-    out = tmp_path / "muon.json"
-    sizes = "--dim 96 --blocks 2 --heads 2 --seq 32 --batch 2 --warmup 0 --steps 3 --rounds 1"
-    peers = "--peers zero3-muon fsdp2-muon ddp-muon"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", *sizes.split(), *peers.split(), "--out", str(out)],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads(out.read_text())
+    sizes = ("--dim 96 --blocks 2 --heads 2 --seq 32 --batch 2 --warmup 0 --steps 3 --rounds 1 "
+             "--peers zero3-muon fsdp2-muon ddp-muon")
+    results = benchmark(sizes, tmp_path / "muon.json", network)
     (only,) = results["rounds"]
     losses = {peer: row["losses"] for peer, row in only.items()}
     assert losses["zero3-muon"] == pytest.approx(losses["ddp-muon"], abs=1e-4, rel=0)
@@ -79,31 +104,19 @@ def test_the_benchmark_of_steps_times_ours_and_fsdp2s_on_the_same_model(tmp_path
     It says nothing of speed here, for the model is tiny. Breaks where a peer cannot step twice.
     Proves `Zero3Optimizer.step`.
     """
-    out = tmp_path / "step.json"
-    sizes = "--dim 32 --blocks 1 --heads 2 --seq 32 --batch 2"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", "--step", *sizes.split(), "--out", str(out)],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(out.read_text())["medians"]
+    sizes = "--step --dim 32 --blocks 1 --heads 2 --seq 32 --batch 2"
+    rows = benchmark(sizes, tmp_path / "step.json")["medians"]
     assert rows["Zero3Optimizer"]["times_ours"] == 1 and rows["Zero3Optimizer"]["ms"] > 0
     assert {name.split(",")[0] for name in rows} == {"Zero3Optimizer", "FSDP2"} and len(rows) == 5
 
 
-def test_messages_send_half_of_what_gloos_reduce_scatter_sends(tmp_path):
+def test_messages_send_half_of_what_gloos_reduce_scatter_sends(network, tmp_path):
     """
     Where the loopback's count is exact: a reduce-scatter by messages sends what an all-gather
     does, and gloo's own twice that. Headers add less than a hundredth.
     Proves `Communicator`, `Communicator.reduce_scatter`, `Communicator.send`.
     """
-    out = tmp_path / "comm.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", "--comm", "--mib", "1", "--out", str(out)],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads(out.read_text())
+    results = benchmark("--comm --mib 1", tmp_path / "comm.json", network)
     assert all(row["ms"] > 0 for row in results["medians"].values())
     if results["wire_is_exact"]:
         psi = {name: row["wire_psi"] for name, row in results["medians"].items()}
@@ -113,19 +126,15 @@ def test_messages_send_half_of_what_gloos_reduce_scatter_sends(tmp_path):
             assert psi[name] == pytest.approx(1, rel=0.01), name
 
 
-def test_the_benchmark_of_checkpoints_writes_as_many_bytes_plainly(tmp_path):
+def test_the_benchmark_of_checkpoints_writes_as_many_bytes_plainly(tmp_path, capsys):
     """
     And leaves nothing but its results. It says nothing of speed here.
     Proves `save_load.save`, `File.move`.
     """
     (tmp_path / "saved").mkdir()
-    command = [sys.executable, "-m", "tests.bench", "--save", str(tmp_path / "saved"), "--gib",
-               "0.04", "--rounds", "2", "--out", str(tmp_path / "save.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "save.json").read_text())
+    results = benchmark(f"--save {tmp_path}/saved --gib 0.04 --rounds 2", tmp_path / "save.json")
     assert len(results["rounds"]) == 2 and results["medians"]["ratio"] > 0
-    assert "from each of 2 ranks: a checkpoint" in done.stdout
+    assert "from each of 2 ranks: a checkpoint" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir() if path.name != "saved"] == ["save.json"]
     assert not [*(tmp_path / "saved").iterdir()]
 
@@ -137,30 +146,15 @@ def test_the_benchmark_of_the_disk_asks_fio_for_the_same(tmp_path):
     """
     if shutil.which("fio") is None:
         pytest.skip("needs fio")
-    out = tmp_path / "disk.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", "--disk", str(tmp_path), "--gib", "0.02", "--rounds",
-         "2", "--out", str(out)],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
-    )
-    if "page cache" in done.stderr:
+    try:
+        results = benchmark(f"--disk {tmp_path} --gib 0.02 --rounds 2", tmp_path / "disk.json")
+    except SystemExit as error:
+        assert "page cache" in str(error)
         pytest.skip("the tests' folder is not on a disk")
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads(out.read_text())
     first, second = results["rounds"]
     assert list(first) == ["zero3", "fio"] and list(second) == ["fio", "zero3"]
     assert all(row["ratio"] > 0 for row in results["medians"].values())
     assert [path.name for path in tmp_path.iterdir()] == ["disk.json"]
-
-
-def benchmark(which, sizes, out, timeout_s):
-    """Run one of the benchmarks of its own, and return what it has measured."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", which, *sizes.split(), "--out", str(out)],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=timeout_s,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(out.read_text())
 
 
 @pytest.mark.skipif(bool(nodes.why_not()), reason=nodes.why_not())
@@ -173,9 +167,8 @@ def test_the_benchmark_of_nodes_counts_what_each_layout_sends_between_them(tmp_p
     speed here. Breaks where a peer has another mesh than its name says.
     Proves `Links`.
     """
-    out = tmp_path / "nodes.json"
-    sizes = "--dim 64 --blocks 2 --heads 2 --seq 32 --steps 2 --rounds 1 --mbit 2000"
-    results = benchmark("--nodes", sizes, out, 120)
+    sizes = "--nodes --dim 64 --blocks 2 --heads 2 --seq 32 --steps 2 --rounds 1 --mbit 2000"
+    results = benchmark(sizes, tmp_path / "nodes.json")
     (only,) = results["rounds"]
     sent_psi = {peer: row["link_psi"] for peer, row in only.items()}
     expected = {"flat": 1.5, "hybrid": 0.5, "zero++": 0.1, "fsdp2": 1.5, "hsdp": 0.5}
@@ -187,7 +180,8 @@ def test_the_benchmark_of_nodes_counts_what_each_layout_sends_between_them(tmp_p
         "flat/fsdp2", "hybrid/hsdp", "hybrid/flat", "zero++/flat", "zero++/hybrid"}
 
 
-def test_the_benchmark_of_pipelines_trains_all_peers_alike_and_counts_what_a_stage_sends(tmp_path):
+def test_the_benchmark_of_pipelines_trains_all_peers_alike_and_counts_what_a_stage_sends(
+        network, tmp_path):
     """
     The losses are the same, whoever runs the stages. With `gathers="stage"` a rank sends its stage
     twice, as with DDP, and FSDP2 on gloo three times; if each pass gathers, nine times with four
@@ -195,10 +189,9 @@ def test_the_benchmark_of_pipelines_trains_all_peers_alike_and_counts_what_a_sta
     cut, other rows or another mean than its name says.
     Proves `Pipeline`, `Pipeline.train_batch`.
     """
-    out = tmp_path / "pipeline.json"
-    sizes = ("--dim 64 --blocks 2 --heads 2 --seq 16 --warmup 1 --steps 2 --rounds 1 "
+    sizes = ("--pipeline --dim 64 --blocks 2 --heads 2 --seq 16 --warmup 1 --steps 2 --rounds 1 "
              "--peers zero3 zero3-each plain ddp fsdp2 fsdp2-each")
-    results = benchmark("--pipeline", sizes, out, 240)
+    results = benchmark(sizes, tmp_path / "pipeline.json", network)
     assert [*results["cases"]] == ["1f1b, 2 x 1", "1f1b, 2 x 2"]
     for case in results["cases"].values():
         (only,) = case["rounds"]
@@ -223,9 +216,9 @@ def test_the_benchmark_of_compiled_models_trains_all_peers_alike(tmp_path):
     other weights or rows than its name says.
     Proves `compile`.
     """
-    sizes = ("--dim 32 --blocks 2 --heads 2 --seq 16 --batch 2 --layers 6 --width 8 --warmup 2 "
-             "--steps 2 --rounds 1 --peers compile-eager ddp")
-    cases = benchmark("--compile", sizes, tmp_path / "compile.json", 240)["cases"]
+    sizes = ("--compile --dim 32 --blocks 2 --heads 2 --seq 16 --batch 2 --layers 6 --width 8 "
+             "--warmup 2 --steps 2 --rounds 1 --peers compile-eager ddp")
+    cases = benchmark(sizes, tmp_path / "compile.json")["cases"]
     assert [*cases] == ["gpt", "small-layers"]
     for case in cases.values():
         (only,) = case["rounds"]
@@ -274,10 +267,5 @@ def test_the_benchmark_of_activations_trains_all_peers_alike(tmp_path):
 
 
 def activations_benchmark(sizes, folder, out):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.activations", *sizes.split(), "--folder", str(folder),
-         "--out", str(out)],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    activations.main([*sizes.split(), "--folder", str(folder), "--out", str(out)])
     return json.loads(out.read_text())

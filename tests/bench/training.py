@@ -809,6 +809,13 @@ def main():
     # New ranks measure each peer, so let them share what they import.
     launch.preload("torch.distributed.fsdp", "torch.distributed.pipelining", "zero3.minimal",
                    "zero3.optimizer.stage3", "zero3.whole_model.wrap", "zero3.pipeline.pipeline")
+    benchmark(args)
+
+
+def benchmark(args):
+    """
+    ## Measure, and write the results
+    """
     facts = machine(args)
     print(f"{facts['gpu'] or facts['cpu']}, {facts['cores']} cores, load {facts['load'][0]:.1f}, "
           f"torch {facts['torch']}, {args.ranks} ranks")

@@ -6,7 +6,6 @@ Workers of `test_survival.py` and of `test_restarts.py`, which other processes i
 
 import builtins
 import hashlib
-import importlib
 import os
 import random
 import shutil
@@ -16,12 +15,13 @@ import sys
 import time
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
+from multiprocessing import forkserver, resource_tracker
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn import functional as F
 
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save
@@ -268,6 +268,7 @@ def killed_in_each_attempt(folder, restarts):
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    torch.set_num_threads(1)
     store = fresh_store(rank, world_size, timeout_s=20)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size,
                             timeout=timedelta(seconds=20))
@@ -287,23 +288,25 @@ def digest(weights):
     return hashlib.sha256(repr(sorted(weights.items())).encode()).hexdigest()
 
 
-def agent(folder, restarts, backend):
+def agent(folder, restarts, backend, apart):
     """
     ## What torchrun does, with ranks that are forked from a server
 
     The same agent, rendezvous and store. Forked ranks need not import torch in each attempt.
-    """
-    import torch.multiprocessing as mp
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    mp.set_forkserver_preload(["tests.checkpoint.survivor", "torch._dynamo"])
+    * `apart` is "1" if each attempt has a store of its own
+    """
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = apart
+    os.dup2(os.open(folder / "errors", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    # The agent has been forked itself, and would start another server.
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running
     # Port 0: any that is free. A static rendezvous has to be given one.
     port = 0 if backend == "c10d" else free_port()
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="restarts", max_restarts=restarts,
         monitor_interval=0.03, start_method="forkserver", rdzv_backend=backend,
         rdzv_endpoint=f"localhost:{port}", rdzv_configs={"rank": 0, "timeout": 60})
-    elastic_launch(config, killed_in_each_attempt)(Path(folder), restarts)
+    elastic_launch(config, killed_in_each_attempt)(folder, restarts)
 
 
 def free_port():
@@ -359,9 +362,3 @@ def signalled(rank):
         return real(*args)
 
     gpt.global_batch = global_batch
-
-
-if __name__ == "__main__":
-    # Under its own name, as the forked ranks import it.
-    own = importlib.import_module("tests.checkpoint.survivor")
-    own.agent(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.checkpoint.survivor import free_port, one_rank
 from tests.ranks import run as run_on_ranks
 from zero3 import Zero3Layer, Zero3Sequential, commit_name, save
 from zero3.estimate.ledger import Event
+from zero3.train import launch
 from zero3.train.gpt import lr_at
 from zero3.train.job import Ranks, main, parse_args
 from zero3.train.report import spans
@@ -77,6 +79,48 @@ def started(out, *options: str) -> subprocess.Popen:
     return subprocess.Popen(
         command(out, *options), text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+class Job:
+    """The main job on forked ranks, which write to one file"""
+
+    def __init__(self, output, argvs, before=None):
+        self.output, port = output, free_port()
+        self.ranks = [
+            launch._CONTEXT.Process(target=one_rank, daemon=True, args=(
+                rank, len(argvs), port, argv, str(output), before))
+            for rank, argv in enumerate(argvs) if argv is not None]
+        for process in self.ranks:
+            process.start()
+
+    def text(self):
+        return self.output.read_text() if self.output.exists() else ""
+
+    def wait_for(self, words, seconds=60):
+        until = time.monotonic() + seconds
+        while words not in self.text():
+            assert time.monotonic() < until, self.text()
+            time.sleep(0.02)
+
+    def codes(self, seconds=90):
+        until = time.monotonic() + seconds
+        for process in self.ranks:
+            process.join(max(0, until - time.monotonic()))
+            process.kill()
+        for process in self.ranks:
+            process.join()
+        return [process.exitcode for process in self.ranks]
+
+
+def killed(out, *options: str, after: str) -> None:
+    """The job on forked ranks, of which one is killed after these words, and the other notices"""
+    output = out.parent / f"{out.name}.txt"
+    process = Job(output, [[*SMALL, "--device", "cpu", "--out", str(out), *options]] * 2)
+    # The line comes after the folder: until then, rank 0 may still need the rank that is killed.
+    process.wait_for(after)
+    process.ranks[1].kill()
+    first, second = process.codes()
+    assert first > 0 and second == -signal.SIGKILL, process.text()
 
 
 @pytest.fixture
@@ -265,20 +309,13 @@ def test_muon_trains_the_hidden_matrices_and_goes_on_after_a_kill(tmp_path):
     options = ["--steps", "40", "--eval-every", "20", "--sample", "1", "--optimizer", "muon"]
     undisturbed = run_job(tmp_path / "whole", *options)
     assert undisturbed.returncode == 0, undisturbed.stderr
-    process = started(tmp_path, *options, "--save-every", "5")
-    said = ""
-    while "step 10: saved" not in said:
-        line = process.stdout.readline()
-        assert line, said
-        said += line
-    os.kill(workers(process)[1], signal.SIGKILL)
-    process.communicate(timeout=200)
-    run = run_job(tmp_path, *options, "--save-every", "5")
+    killed(tmp_path / "killed", *options, "--save-every", "5", after="step 10: saved")
+    run = run_job(tmp_path / "killed", *options, "--save-every", "5")
     assert run.returncode == 0, run.stderr
     assert ": resumes from " in run.stdout and "not predicted" in run.stdout, run.stdout
     ends = [json.loads((folder / "metrics.json").read_text())
-            for folder in (tmp_path / "whole", tmp_path)]
-    same_run(tmp_path, ends[0])
+            for folder in (tmp_path / "whole", tmp_path / "killed")]
+    same_run(tmp_path / "killed", ends[0])
     assert ends[0]["losses"][-1] < 0.95 * ends[0]["losses"][0]
 
 
@@ -433,23 +470,15 @@ def test_after_a_rank_is_killed_the_same_command_goes_on_and_nobody_sees_it_in_t
     that nobody disturbed. Breaks where a second start begins anew, or loses the curve.
     Proves I10, `Job.begin`, `take_up`, `look_for_checkpoint`, `Job.save`, `checkpoints`.
     """
-    process = started(tmp_path, *LONG, "--save-every", "7")
-    folder = tmp_path / "checkpoints"
-    # The line comes after the folder: until then, rank 0 may still need the rank that is killed.
-    said = ""
-    while "step 14: saved" not in said:
-        line = process.stdout.readline()
-        assert line, said
-        said += line
+    out = tmp_path / "out"
+    folder = out / "checkpoints"
+    killed(out, *LONG, "--save-every", "7", after="step 14: saved")
     assert (folder / "step-00000014").exists()
-    os.kill(workers(process)[1], signal.SIGKILL)
-    process.communicate(timeout=200)
-    assert process.returncode != 0
-    again = run_job(tmp_path, *LONG, "--save-every", "7")
+    again = run_job(out, *LONG, "--save-every", "7")
     assert again.returncode == 0, again.stderr
     assert ": resumes from " in again.stdout
     assert f"saved {folder}/step-00000060, the end of this run" in again.stdout
-    same_run(tmp_path, undisturbed)
+    same_run(out, undisturbed)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000056", "step-00000060"]
 
 

@@ -20,22 +20,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.survivor import (
-    digest,
-    fails_in_forward,
-    free_port,
-    one_rank,
-    signalled,
-    survive,
-)
+from tests.checkpoint.survivor import agent, digest, fails_in_forward, signalled, survive
 from tests.ranks import run
-from tests.train.test_job import SMALL, started, wait_for, workers
+from tests.train.test_job import SMALL, Job, started, wait_for, workers
 from zero3 import Zero3Layer, Zero3Sequential, wrap
 from zero3.train import job as train
 from zero3.train import launch
 
 ROOT = Path(__file__).parents[2]
-RESTARTS = 20
+RESTARTS = 8
 SHORT = [*SMALL, "--device", "cpu", "--steps", "6", "--eval-every", "3", "--sample", "1"]
 
 
@@ -47,28 +40,27 @@ def undisturbed(steps):
 # ---------------------------------------------------------------------------------------- restarts
 
 
-def test_torchrun_restarts_a_run_twenty_times_and_it_ends_with_the_same_bits(tmp_path):
+def test_torchrun_restarts_a_run_eight_times_and_it_ends_with_the_same_bits(tmp_path):
     """
-    A rank kills itself in each of 20 attempts, once with a store that torchrun keeps for all of
-    them, as a static rendezvous does, once with one of its own for each attempt. None of the 42
+    A rank kills itself in each of 8 attempts, once with a store that torchrun keeps for all of
+    them, as a static rendezvous does, once with one of its own for each attempt. None of the 18
     starts fails, each takes one step, and the weights are those of a run without restarts. Breaks
     where `fresh_store` returns the store without a prefix: about every second attempt then fails.
     Proves I10, `fresh_store`.
     """
     # Side by side: most of the time each waits for its agent.
     agents = {}
-    for name, backend, variable in (("one store", "static", "0"), ("own stores", "c10d", "1")):
+    for name, backend, apart in (("one store", "static", "0"), ("own stores", "c10d", "1")):
         (tmp_path / name).mkdir()
-        agents[name] = subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoint.survivor", tmp_path / name, str(RESTARTS),
-             backend],
-            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": variable})
+        agents[name] = launch._CONTEXT.Process(
+            target=agent, args=(tmp_path / name, RESTARTS, backend, apart))
+        agents[name].start()
     expected = run(undisturbed, 2, RESTARTS + 1)
     for name, process in agents.items():
-        _, err = process.communicate(timeout=200)
-        assert process.returncode == 0, err[-3000:]
+        process.join(200)
+        process.kill()
+        process.join()
+        assert process.exitcode == 0, (tmp_path / name / "errors").read_text()[-3000:]
         for rank in range(2):
             told = (tmp_path / name / f"attempts-{rank}").read_text().split("\n")
             assert told == [*(f"{i} 1" for i in range(RESTARTS + 1)), ""], name
@@ -158,37 +150,6 @@ def test_a_machine_may_be_lost_and_come_back(nodes, tmp_path):
 
 
 # ------------------------------------------------------------------------- ranks that are processes
-
-
-class Job:
-    """The main job on forked ranks, which write to one file"""
-
-    def __init__(self, output, argvs, before=None):
-        self.output, port = output, free_port()
-        self.ranks = [
-            launch._CONTEXT.Process(target=one_rank, daemon=True, args=(
-                rank, len(argvs), port, argv, str(output), before))
-            for rank, argv in enumerate(argvs) if argv is not None]
-        for process in self.ranks:
-            process.start()
-
-    def text(self):
-        return self.output.read_text() if self.output.exists() else ""
-
-    def wait_for(self, words, seconds=60):
-        until = time.monotonic() + seconds
-        while words not in self.text():
-            assert time.monotonic() < until, self.text()
-            time.sleep(0.02)
-
-    def codes(self, seconds=90):
-        until = time.monotonic() + seconds
-        for process in self.ranks:
-            process.join(max(0, until - time.monotonic()))
-            process.kill()
-        for process in self.ranks:
-            process.join()
-        return [process.exitcode for process in self.ranks]
 
 
 def test_the_rank_with_the_bug_is_told_first_and_the_others_in_a_line_each(tmp_path):
