@@ -99,7 +99,7 @@ def test_the_models_own_clip_takes_the_norm_of_the_whole_gradient():
     Norm and weights are those of plain PyTorch, in fp64, for three kinds of norm and four of
     models; and the norm has the same bits on all ranks. Breaks where a rank clips by its own
     shards.
-    Proves I1, `clip_grad_norm_`, `Trained.clip_grad_norm_`.
+    Proves I1, `clip_grad_norm_`, `Trained`, `Trained.clip_grad_norm_`.
     """
     ranks = run(clip_rightly, 2) + run(clip_rightly, 3)
     for rank in ranks:

@@ -553,7 +553,7 @@ def test_param_groups_and_schedulers_survive_sharding(world_size):
     momenta, as in plain PyTorch, where shards begin in the middle of matrices and of biases. Breaks
     with a cut that is one element off.
     Proves I1, `Zero3Optimizer.__init__`, `Zero3Optimizer._make_shard_states`,
-    `Zero3Optimizer._params_of`.
+    `Zero3Optimizer.pieces`.
     """
     for worst, options, different in run(grouped, world_size):
         assert worst < 1e-10 and different == 8

@@ -177,7 +177,7 @@ class Forward:
         # A tensor with the same count of writes, and without the memory.
         writes = tensor.detach()
         writes.data = tensor.new_empty(0)
-        return Handle(self.layer.label, writes, tensor._version, tensor.size(), tensor.stride(),
+        return Handle(visit.label, writes, tensor._version, tensor.size(), tensor.stride(),
                       int(tensor.storage_offset()), stored, visit)
 
     def _stays(self, tensor: torch.Tensor) -> bool:
@@ -264,6 +264,7 @@ class Visit:
     def __init__(self, activations: Activations, layer: Guarded):
         self.activations = activations
         self.layer = weakref.ref(layer)
+        self.label = layer.label
         self.number = next(order.numbers)
         # The storages that a graph still needs. Weakly, because they refer to this object.
         self.members: weakref.WeakValueDictionary[int, SavedStorage] = (
