@@ -49,7 +49,7 @@ ROWS = (
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
 MOST = {"": 940, "beside": 458, "checkpoint": 1237, "comm": 966, "compiler": 915, "compression":
         788, "estimate": 680, "guards": 535, "inject": 715, "offload": 919, "optimizer": 1214,
-        "pipeline": 729, "train": 923, "whole_model": 863}
+        "pipeline": 730, "train": 923, "whole_model": 863}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1499
 MOST_ANY = 290
