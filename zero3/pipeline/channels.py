@@ -87,9 +87,8 @@ class Channels:
         self.device = device
         self.control = self._group(ranks, "gloo")
         self.data = self._data_groups()
-        # The last description by kind and stage of the receiving action: sent as bytes, received
-        # as a tree with a tensor without memory in the place of each tensor.
-        self._descriptions: dict[tuple[str, int], Any] = {}
+        # The last descriptions, sent and received, by kind and stage of the receiving action.
+        self._descriptions: dict[tuple[str, int], bytes] = {}
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
 
     def _group(self, ranks: tuple[int, ...], backend: str | None) -> Group:
@@ -199,7 +198,7 @@ class Channels:
         if length:
             told = torch.empty(length, dtype=torch.uint8, device="cpu")
             self._recv(told, source, self.control, gradients)
-            self._descriptions[action[:2]] = pickle.loads(told.numpy().tobytes())
+            self._descriptions[action[:2]] = told.numpy().tobytes()
 
         def arrived(like: torch.Tensor) -> torch.Tensor:
             found = torch.empty_like(like, device=self.device)
@@ -208,7 +207,8 @@ class Channels:
                        gradients)
             return found.requires_grad_(like.requires_grad)
 
-        return pytree.tree_map_only(torch.Tensor, arrived, self._descriptions[action[:2]])
+        description = pickle.loads(self._descriptions[action[:2]])
+        return pytree.tree_map_only(torch.Tensor, arrived, description)
 
     def fail(self, text: str, knows: bool = True) -> str:
         """
