@@ -42,8 +42,7 @@ def pytest_collection_finish():
     """
     ## Ranks import once what the files that have been collected import
 
-    What is alive now stays, so the collector of cycles need not look at it: at half a million
-    objects, whenever a test calls it.
+    What is alive now stays, so the collector of cycles need not look at it whenever a test calls it.
     """
     gc.collect()
     gc.freeze()
