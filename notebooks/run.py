@@ -4,10 +4,6 @@
 Executes each notebook from its source, the `.py` file, and compares the output with the stored
 `.ipynb` file.
 
-A kernel imports torch and matplotlib, and the server that forks its ranks imports torch once more:
-together that takes longer than most notebooks do. So kernels and ranks are forked from one server,
-which has imported both.
-
 The stored output of a notebook becomes wrong when the code changes. So each run reports the cells
 with a different text, and the cells that differ from the source. A picture has to exist, but its
 pixels are not compared. Cells whose output differs from run to run, or from one kind of processor
@@ -16,33 +12,20 @@ to another, have the tag `varies`.
 **Run this**: `make notebooks`; `make notebooks ARGS=--write` stores the new output.
 
 **Not covered, and what that costs**: the stored output comes from ranks on a CPU. On a machine
-with GPUs the notebooks run on the GPUs, and the check only finds errors. In Jupyter the text that a
-rank prints appears below the cell. Here it appears in the terminal, and is not compared.
+with GPUs the notebooks run on the GPUs, and the check only finds errors.
 """
 
 import argparse
-import multiprocessing
-import os
-import re
 import sys
-import threading
-from multiprocessing import forkserver, parent_process, resource_tracker
 from pathlib import Path
-from typing import Any
 
 import jupytext
-import matplotlib.pyplot as plt
 import nbformat
 import torch
-from ipykernel.kernelapp import IPKernelApp
-from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
-
-from zero3.train import launch
 
 FOLDER = Path(__file__).parent
 NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.py"))
-BACKEND = "module://matplotlib_inline.backend_inline"
 
 
 def execute(source: Path) -> nbformat.NotebookNode:
@@ -53,90 +36,13 @@ def execute(source: Path) -> nbformat.NotebookNode:
     """
     notebook = jupytext.read(source)
     NotebookClient(notebook, timeout=300, kernel_name="python3",
-                   kernel_manager_class=ForkedKernel).execute()
+                   resources={"metadata": {"path": str(FOLDER)}}).execute()
     # Remove times and paths, so that two runs give the same bytes.
     notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"]}
     for i, cell in enumerate(notebook.cells):
         cell.id = f"cell-{i}"
         cell.metadata.pop("execution", None)
     return notebook
-
-
-class ForkedKernel(AsyncKernelManager):
-    """
-    ## A kernel that is forked from the server of the ranks
-    """
-
-    async def _async_launch_kernel(self, kernel_cmd: list[str], **options: Any) -> None:
-        """
-        #### Fork it, in place of the command that would start a new Python
-        """
-        assert self.provisioner is not None
-        context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=kernel, args=(self.connection_file,))
-        process.start()
-        self.provisioner.process = Started(process)
-
-
-class Started:
-    """
-    ## A forked process with the methods of one that is started by a command
-    """
-
-    stdin = stdout = stderr = None
-
-    def __init__(self, process: multiprocessing.process.BaseProcess):
-        self.process = process
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def wait(self) -> int | None:
-        self.process.join()
-        return self.process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-
-def kernel(connection_file: str) -> None:
-    """
-    ## The main function of a kernel's process
-
-    * `connection_file` says where the other process expects it
-    """
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    os.chdir(FOLDER)
-    # Ranks import the files that cells write to this folder.
-    sys.path.insert(0, str(FOLDER))
-    # A process that was forked would start a server of its own for its ranks.
-    forkserver._forkserver.ensure_running = (  # type: ignore[attr-defined]
-        resource_tracker.ensure_running)
-    # A kernel tells matplotlib how to draw before it is imported. Here it has been imported.
-    plt.rcParams["backend"] = BACKEND
-    app = IPKernelApp.instance()
-    app.initialize(["-f", connection_file])
-    app.start()
-
-
-def end_with_parent() -> None:
-    """
-    ## End this process when the one that wants the notebook has ended
-    """
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def imports() -> list[str]:
-    """
-    ## The modules that notebooks want to have imported once for all ranks
-    """
-    text = "\n".join(path.read_text() for path in NOTEBOOKS)
-    calls = re.findall(r"^preload\((.*?)\)", text, re.DOTALL | re.MULTILINE)
-    return re.findall(r'"([\w.]+)"', " ".join(calls))
 
 
 def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
@@ -214,7 +120,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.write and torch.cuda.is_available():
         parser.error("expected no GPU, because the stored output is of ranks on a CPU; set "
                      "CUDA_VISIBLE_DEVICES= to hide the GPUs")
-    launch.preload("notebooks.run", *imports())
     failed = 0
     for source in chosen:
         found = check(source, args.write)

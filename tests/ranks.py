@@ -54,7 +54,7 @@ launch.preload("tests.cases", "tests.checkpoint.survivor", "tests.in_flight", "t
 
 # Packages that tests' files import first of all; the beginnings of the names of what is imported
 # once for all ranks; and of the tests' files, which are not.
-FIRST = ("pytest", "hypothesis", "notebooks.run")
+FIRST = ("pytest", "hypothesis")
 PRELOADED = ("zero3.", "tests.", "docs.exercises.")
 FILES = ".test_"
 # What workers of these files import only as they go, which would take each new rank two seconds.

@@ -9,7 +9,6 @@ pytest.importorskip("nbclient", reason="the notebooks' libraries are not install
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-import tests.ranks  # noqa: F401  (has all that notebooks import imported once)
 from notebooks.run import NOTEBOOKS, check, differences, execute
 
 
