@@ -118,6 +118,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "device": {"choices": ["auto", "cpu", "cuda"], "default": "auto", "help": "device to train on"},
     "dtype": {"choices": list(DTYPES), "default": "fp32",
               "help": "data type of parameters and computation"},
+    "reduce_dtype": {"choices": list(DTYPES),
+                     "help": "data type of gradients, between ranks and in shards"},
     "optimizer": {"choices": ["adamw", "muon"], "default": "adamw",
                   "help": "who steps the hidden matrices; AdamW steps all others"},
     "offload_params": {"choices": TIERS, "default": "device", "help": "where parameters rest"},
@@ -465,6 +467,7 @@ class Job:
             loss_scale=self.args.loss_scale,
             clip_grad_norm=self.args.clip,
             offload=self.offload(self.args.offload_optimizer),
+            reduce_dtype=DTYPES.get(self.args.reduce_dtype),
             group_by=group_by,
         )
 

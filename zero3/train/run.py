@@ -45,7 +45,8 @@ from zero3.train.launch import is_consequence
 
 # Two runs with the same values of these resume each other's checkpoints.
 OPTIONS = ("d_model", "layers", "heads", "seq_len", "batch", "accumulate", "steps", "lr", "seed",
-           "dtype", "loss_scale", "clip", "text", "gather_bits", "reduce_bits", "compress")
+           "dtype", "reduce_dtype", "loss_scale", "clip", "text", "gather_bits", "reduce_bits",
+           "compress")
 # Seconds for which a rank waits that did not fail first.
 CAUSE_S = 2
 
