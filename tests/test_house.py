@@ -47,7 +47,7 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 918, "beside": 454, "checkpoint": 1227, "comm": 956, "compiler": 916, "compression":
+MOST = {"": 919, "beside": 454, "checkpoint": 1227, "comm": 956, "compiler": 916, "compression":
         780, "estimate": 680, "guards": 523, "inject": 714, "offload": 912, "optimizer": 1164,
         "pipeline": 775, "train": 908, "whole_model": 855}
 # What the heart reaches by its imports, in lines of code.

@@ -81,7 +81,9 @@ class Sharded(Trained, Guarded):
     flats: list[FlatParameter]
     watch: Watch
 
-    # What to do about a new parameter.
+    # What to do about a parameter that is not where somebody looks for it.
+    cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
+            "build the optimizer on `get_trainable_chunk()` after wrapping")
     cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
                     "wrapped; and build the optimizer afterwards")
 

@@ -16,6 +16,7 @@ from docs.boxes import STAGES, STRIPS, Layout, Picture, number
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, save
 from zero3.comm.collectives import Communicator
 from zero3.flat import FlatParameter
+from zero3.in_flight import InFlight
 from zero3.train import launch
 from zero3.train.report import COLORS
 
@@ -209,7 +210,7 @@ def test_the_methods_beside_the_stages_exist():
     """
     Breaks if a method is renamed.
     """
-    known = {cls.__name__: cls for cls in (Zero3Optimizer, Communicator, FlatParameter)}
+    known = {cls.__name__: cls for cls in (Zero3Optimizer, Communicator, FlatParameter, InFlight)}
     known |= {"Zero3Layer": Zero3Layer, "Offload": Offload, "save": save, "nn": nn}
     for stage in STAGES.values():
         owner, _, name = stage.method.split("(")[0].rpartition(".")

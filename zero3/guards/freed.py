@@ -39,8 +39,6 @@ METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
 # Functions that save or copy weights.
 _READS = {vars(torch._C.TensorBase)["data"].__get__, torch.Tensor.detach, torch.Tensor.clone,
           torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.item}
-_CURE = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
-         "build the optimizer on `get_trainable_chunk()` after wrapping")
 _CURE_FOR_READS = ("save the model with `zero3.save` or, if `wrap` returned it, `model.save`; or "
                    "take a state dict in `with model.full_params() as params:`, `{name: "
                    "p.detach().cpu().clone() for name, p in params.items()}`; pass "
@@ -58,11 +56,11 @@ def check_module(owner: Guarded, module: nn.Module) -> None:
     """
     expect(isinstance(module, nn.Module), "Zero3Layer", "a module", module,
            "pass the layer itself, and not its class", TypeError)
-    owner.expect(not is_sharded(module), "is given", "a plain module", module, _CURE)
+    owner.expect(not is_sharded(module), "is given", "a plain module", module, owner.cure)
     for prefix, child in own_modules(module):
         for name, value in (*vars(child).items(), *child._parameters.items()):
             owner.expect(not isinstance(value, FreedParameter), f"cannot shard `{prefix}{name}`",
-                         "a parameter of this layer alone", value, _CURE)
+                         "a parameter of this layer alone", value, owner.cure)
 
 
 class FreedParameter(nn.Parameter):
@@ -81,7 +79,7 @@ class FreedParameter(nn.Parameter):
     @classmethod
     def named(cls, owner: Guarded,
               name: str,
-              cure: str = _CURE,
+              cure: str,
               is_shard: bool = False) -> type[FreedParameter]:
         """
         ### The subclass for one parameter

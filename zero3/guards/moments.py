@@ -52,7 +52,8 @@ class Guarded(nn.Module, Named):
     device: torch.device
     chunk: nn.ParameterList  # the shards
     flats: list[Any]
-    cure_for_new: str  # what to do about a new parameter
+    cure: str  # what to do about a parameter that is not where somebody looks for it
+    cure_for_new: str  # and about a new one
     listener: Any  # hears what happens to it
     guard: Guard
     is_fetched = False  # from the start of an all-gather until the layer is freed
@@ -195,7 +196,7 @@ class Guards(Protocol):
         ### Its shard will rest on the device
         """
 
-    def freed_class(self, owner: Guarded, name: str) -> type[nn.Parameter]:
+    def freed_class(self, owner: Guarded, name: str, cure: str) -> type[nn.Parameter]:
         """
         ### The class of a parameter while it is freed
         """
