@@ -42,7 +42,7 @@ def pytest_collection_finish():
     """
     ## Ranks import once what the files that have been collected import
 
-    What is alive now stays, so the collector of cycles need not look at it whenever a test calls it.
+    What is alive now stays, so the collector of cycles need not look at it each time.
     """
     gc.collect()
     gc.freeze()
