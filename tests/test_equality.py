@@ -1,5 +1,5 @@
 """
-# Fifty steps of the main job's model, made small (I1)
+# A hundred steps of the main job's model, made small (I1)
 """
 
 import pytest
@@ -12,7 +12,7 @@ from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Sequential
 from zero3.train.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
 
-STEPS, ROWS = 50, 12  # rows of the global batch: 1, 2, 3 and 4 ranks divide them
+STEPS, ROWS = 100, 12  # rows of the global batch: 1, 2, 3 and 4 ranks divide them
 # Bytes in a row, and sizes of the model: small, because the claim is about steps.
 WINDOW, CONFIG = 16, GPTConfig(d_model=64, n_layers=2, d_ff=128)
 

@@ -28,7 +28,7 @@ from zero3.train import job as train
 from zero3.train import launch
 
 ROOT = Path(__file__).parents[2]
-RESTARTS = 8
+RESTARTS = 20
 SHORT = [*SMALL, "--device", "cpu", "--steps", "6", "--eval-every", "3", "--sample", "1"]
 
 
@@ -40,10 +40,10 @@ def undisturbed(steps):
 # ---------------------------------------------------------------------------------------- restarts
 
 
-def test_torchrun_restarts_a_run_eight_times_and_it_ends_with_the_same_bits(tmp_path):
+def test_torchrun_restarts_a_run_twenty_times_and_it_ends_with_the_same_bits(tmp_path):
     """
-    A rank kills itself in each of 8 attempts, once with a store that torchrun keeps for all of
-    them, as a static rendezvous does, once with one of its own for each attempt. None of the 18
+    A rank kills itself in each of 20 attempts, once with a store that torchrun keeps for all of
+    them, as a static rendezvous does, once with one of its own for each attempt. None of the 42
     starts fails, each takes one step, and the weights are those of a run without restarts. Breaks
     where `fresh_store` returns the store without a prefix: about every second attempt then fails.
     Proves I10, `fresh_store`.
@@ -218,7 +218,7 @@ def test_a_stopped_rank_ends_the_run_after_the_timeout_and_a_killed_torchrun_tak
     rank 0 says what it waited for. SIGKILL for torchrun, which can tell nobody: its ranks are gone,
     also the one that is stopped. Before, rank 0 waited for 30 minutes, and both lived on. Breaks
     without `timeout=` in `connect`, or without `end_with_parent`.
-    Proves `run.Ranks.connect`, `run.Ranks.gather`, `end_with_parent`, `tell_failure`.
+    Proves `run.Ranks.connect`, `run.Ranks.waits`, `end_with_parent`, `tell_failure`.
     """
     process = started(tmp_path, "--steps", "100000", "--eval-every", "2", "--timeout", "10")
     try:
@@ -227,14 +227,11 @@ def test_a_stopped_rank_ends_the_run_after_the_timeout_and_a_killed_torchrun_tak
         os.kill(ranks[1], signal.SIGSTOP)
         stopped_s = time.monotonic()
         told = ""
-        while "rank 0 ends as a consequence" not in told:
+        while "lost" not in told:
             told = process.stderr.readline()
             assert told
         assert time.monotonic() - stopped_s < 40
-        # In a layer's collective, or when it asks for signals.
-        waits = ("the other ranks are lost. Expected: their part of a ",
-                 "another rank has ended, or does something else. Expected: small objects from ")
-        assert "rank 0: " in told and any(words in told for words in waits), told
+        assert "rank 0: " in told and "the other ranks are lost. Expected: their part of " in told
         assert "imed out" in told
     finally:
         process.kill()

@@ -37,7 +37,6 @@ from zero3.checkpoint.reader import (
     lock_folder,
     newest,
 )
-from zero3.comm.order import all_ranks
 from zero3.estimate.ledger import Ledger, disk_bytes, held_bytes
 from zero3.guards.command_line import one_line
 from zero3.guards.options import expect
@@ -93,19 +92,29 @@ class Ranks:
             torch.cuda.set_device(self.device)
         if self.world_size == 1:
             return
-        # Ranks share the cores.
-        torch.set_num_threads(1)
-        try:
+        with self.waits("the connections"):
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo", store=store, rank=self.rank,
                 world_size=self.world_size, timeout=timedelta(seconds=timeout_s),
                 # With it NCCL does not guess a GPU in a barrier.
                 device_id=self.device if on_gpu else None)
+        # Ranks share the cores.
+        torch.set_num_threads(1)
+
+    @contextlib.contextmanager
+    def waits(self, what: str) -> Iterator[None]:
+        """
+        ### Name the thing that this rank waited for, if the other ranks do not answer
+
+        Raises `RuntimeError`.
+        """
+        try:
+            yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self.rank}: the other ranks are lost. Expected: their connections. Got: "
-                f"{error}. What to do: look for the first error on another rank, and start again; "
-                "raise --timeout if a rank may be busy for longer.") from error
+                f"rank {self.rank}: the other ranks are lost. Expected: their part of {what}. "
+                f"Got: {error}. What to do: look for the first error on another rank, and start "
+                "again; raise --timeout if a rank may be busy for longer.") from error
 
     def rows(self, batch: torch.Tensor) -> torch.Tensor:
         """
@@ -132,7 +141,11 @@ class Ranks:
         """
         ### The `thing` of each rank, in rank order (all-gather; all ranks must call it)
         """
-        return all_ranks().gather(thing)
+        things = [thing] * self.world_size
+        if self.world_size > 1:
+            with self.waits("an exchange of small things"):
+                dist.all_gather_object(things, thing)
+        return things
 
 
 def fresh_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
@@ -388,4 +401,3 @@ def checkpoints(args: Namespace) -> Path:
     ## The folder of the run's checkpoints
     """
     return Path(args.out) / "checkpoints"
-
