@@ -82,7 +82,7 @@ def test_a_file_is_as_small_as_the_bits_say_and_gives_the_same_weights(pruned, q
     with, to the bit, and so does the cleaned model. Breaks if a code is off by one, or if a pruned
     element is stored.
     Proves `write`, `Stored`, `Stored.__init__`, `clean.Plan.__init__`, `stored.store`,
-    `Stored.forward`, `Grid.codes`, `clean.Plan`, `Plan.store`, `Plan.release`.
+    `Stored.forward`, `About`, `Grid.codes`, `clean.Plan`, `Plan.store`, `Plan.release`.
     """
     if pruned is None and quantised is None:
         return

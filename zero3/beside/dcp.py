@@ -97,7 +97,7 @@ def save_dcp(folder: str | Path,
     if entries.owners is not None:
         entries.spread = entries.owners.spread()
     with agreed(entries, f"cannot be saved to {folder}", "what DCP can write",
-                     "see there; nothing has changed"):
+                "see there; nothing has changed"):
         _check(entries, Path(folder))
         described = entries.describe()
     listing = Listing({"optimizer": entries.options(), **entries.manifest(described)})

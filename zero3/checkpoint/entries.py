@@ -409,11 +409,11 @@ class Entries(Named):
         checkpoint's. Raises `Broken` if the checkpoint does not fit.
         """
         for own in self.params:
-            found: Any = checkpoint.find(own.names)
+            found = checkpoint.find(own.names)
             shape = own.part.shape if own.part else tuple(own.slot.view.shape)
-            there = f"of {found.shape}" if found else "missing"
-            _expect(bool(found) and found.shape == shape,
-                    f"`{own.names[0]}` is {there} in the checkpoint, of {shape} here")
+            if found is None or found.shape != shape:
+                there = f"of {found.shape}" if found else "missing"
+                raise Broken(f"`{own.names[0]}` is {there} in the checkpoint, of {shape} here")
             own.found = found
         groups = _match_groups(checkpoint, everywhere)
         if self.optimizer is not None:
@@ -557,8 +557,7 @@ class Entries(Named):
             flat.layer.reshard()
             if flat.owned:
                 # Cut the shard between parameters that have different states in the checkpoint.
-                flat.owned.repartition([own.found.states for own in flat.params],
-                                       self.state)
+                flat.owned.repartition([own.found.states for own in flat.params], self.state)
                 flat.pieces = flat.owned.pieces
             with self.here(flat, write=True) as here:
                 for where, master, _ in here:

@@ -158,7 +158,7 @@ def all_here(done: str,
         for group in comm.groups:
             comm.begin([group], [caller], "save or load", [], "checkpoint").wait()
     with agreed(caller, f"cannot be {done}", "valid arguments on all ranks",
-                     "look at the arguments on that rank; nothing has changed"):
+                "look at the arguments on that rank; nothing has changed"):
         entries = Entries(model, optimizer)
         mine = {"`optimizer`": entries.optimizer_class if optimizer else None,
                 "`folder`": os.path.realpath(folder), "`step`": operator.index(step),
@@ -267,8 +267,7 @@ class Saving:
         now = len(listed)
         if async_write:
             # Write up to the last tensor from a file now: only the others are copied.
-            now = 1 + max((i for i, e in enumerate(listed) if not e.in_memory),
-                          default=-1)
+            now = 1 + max((i for i, e in enumerate(listed) if not e.in_memory), default=-1)
         for values in self.entries.tensors(listed[:now]):
             assert self.writer, "a rank without a file has no tensors to write"
             self.writer.write(values)
@@ -395,8 +394,8 @@ def load_from(path: Path, entries: Entries, read: Callable[[Path], CheckpointRea
     """
     everywhere = entries.tensor_names()
     with agreed(entries, f"in {path} cannot be loaded", "an intact checkpoint of this model "
-                     "and optimizer", "pass the folder of another one; `python -m "
-                     "zero3.checkpoint verify` tells which ones of `zero3.save` are intact"):
+                "and optimizer", "pass the folder of another one; `python -m "
+                "zero3.checkpoint verify` tells which ones of `zero3.save` are intact"):
         checkpoint = read(path)
         groups = entries.check(checkpoint, everywhere)
         _read_all(checkpoint, entries)
@@ -405,8 +404,8 @@ def load_from(path: Path, entries: Entries, read: Callable[[Path], CheckpointRea
         states = _random_states_of(checkpoint, entries) if checkpoint.files else {}
         _check_random_states(states, entries.device)
     with agreed(entries, f"in {path} was whole, and then was not", "files that nobody writes "
-                     "to during a load", "load it again, or another one: until then the model has "
-                     "old and new values"):
+                "to during a load", "load it again, or another one: until then the model has "
+                "old and new values"):
         entries.take(checkpoint, groups)
     # Last, because nothing may draw a number afterwards.
     _set_random_states(states, entries.device)

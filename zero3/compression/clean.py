@@ -56,7 +56,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zero3.compression.compress import named_modules
 from zero3.compression.freeing import Compressed
-from zero3.compression.stored import Stored, store, unpack
+from zero3.compression.stored import About, Stored, store, unpack
 from zero3.compression.weights import (
     Grid,
     Method,
@@ -363,7 +363,7 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     expect("zero3" in metadata, f"read: {path}", "a file of `write`", "another one", "pass such a "
            "file; `load_state_dict` loads plain tensors")
     about = json.loads(metadata["zero3"])
-    weights = about["weights"]
+    weights: dict[str, About] = about["weights"]
     stored = {f"{weight}.{part}" for weight in weights for part in PARTS}
     there = {*weights, *(tensors.keys() - stored)}
     places = {_file_name(place): (place, old) for place, old in _tensors(modules).items()}

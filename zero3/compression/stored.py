@@ -35,12 +35,23 @@ stands for, `least`. A symmetric weight of 4 bits, none of it pruned, is
 weight is made in full for each forward pass, so the cleaned model is small at rest and not fast.
 """
 
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import nn
 
 from zero3.compression.weights import Grid
+
+
+class About(TypedDict):
+    """
+    ## What a reader of the file needs besides the tensors
+    """
+
+    shape: list[int]
+    dtype: str  # without `torch.`
+    bits: int | None
+    least: int
 
 
 class Stored(nn.Module):
@@ -54,14 +65,13 @@ class Stored(nn.Module):
     scales: torch.Tensor | None
     zeros: torch.Tensor | None
 
-    def __init__(self, about: dict[str, Any],
+    def __init__(self, about: About,
                  mask: torch.Tensor | None = None,
                  scales: torch.Tensor | None = None,
                  zeros: torch.Tensor | None = None):
         """
         ### Prepare for a weight
 
-        * `about` has `shape`, `dtype`, `bits` and `least`, for readers of the file
         * `mask` is `(numel / 8,)` uint8, `scales` `(rows, 1)` fp32, and `zeros` `(rows, 1)` uint8
         """
         super().__init__()

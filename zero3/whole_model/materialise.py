@@ -102,9 +102,9 @@ class Source:
         if not empty and self.checkpoint is None:
             return made
         with agreed(model, f"cannot fill `{path or 'the rest'}`", "values for every parameter and "
-                     "buffer", "pass `init=`, a function of a module; or pass the path of a "
-                     "checkpoint with all of these tensors; or build the missing ones outside of "
-                     "the meta device"):
+                    "buffer", "pass `init=`, a function of a module; or pass the path of a "
+                    "checkpoint with all of these tensors; or build the missing ones outside of "
+                    "the meta device"):
             if model.comm.is_first:
                 for new in made.values():
                     _mark(new)
