@@ -59,7 +59,7 @@ MEANT = {r"reduce|exchange": "reduced", r"gradient|divide": "grad", r"moment|sta
 # What a collective with this kind of result begins with.
 INPUTS = {"whole": "shard", "reduced": "grad"}
 # Functions that only check, or word an error.
-GUARDS = r"(^|\.)_*(check|refuse|expect|told|agree|fail|together|complete|assert|explain|warn)(_|$)"
+GUARDS = r"(^|\.)_*(check|refuse|expect|told|agree|fail|together|assert|explain|warn)(_|$)"
 # The most words of the path, without folded text, and its lines of code; and the most words of the
 # book without tests, notebooks and its own source, which may only become fewer.
 PATH_WORDS = 20_000

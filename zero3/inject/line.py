@@ -27,7 +27,6 @@ activations overlaps computation.
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,7 +43,7 @@ from zero3.comm.collectives import (
     reduce_scatter_single,
 )
 from zero3.comm.order import Counted, Group
-from zero3.comm.parts import connect
+from zero3.comm.parts import WeightPart, connect
 from zero3.guards.options import expect, same
 from zero3.optimizer.steps import before_steps
 from zero3.sharded import ShardedModel
@@ -113,11 +112,10 @@ class Line:
     def sizes(self, size: int) -> tuple[int, ...]:
         """
         ### How many of `size` things each rank has, if they are split as evenly as can be
-
-        As `WeightPart.of` splits them.
         """
-        ends = [size * place // self.size for place in range(self.size + 1)]
-        return tuple(end - begin for begin, end in pairwise(ends))
+        parts = [WeightPart.of((size,), 0, place, self.size)
+                 for place in range(self.size)]
+        return tuple(part.end - part.begin for part in parts)
 
     def padded(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
         """
