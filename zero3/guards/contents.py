@@ -5,7 +5,7 @@ r"""
 parameters and layers that are added. Other functions refuse what other libraries do to sharded
 modules and cannot do right.
 
-Without an error, each case trains another model than it seems to:
+Without this chapter, a case crashes, or trains another model than it seems to:
 
 | somebody | without this chapter | here |
 |---|---|---|
@@ -22,7 +22,8 @@ The first check runs in every forward, and looks closer only if something differ
 
 $$\text{modules now} = \text{modules when it was wrapped} \;\Rightarrow\; \text{nothing was added}$$
 
-**Run this**: `python -m pytest tests/guards/test_other_libraries.py` tries each of these.
+**Run this**: `python -m pytest tests/guards tests/test_layer.py tests/test_sharded.py` tries each
+of these.
 
 **Not covered, and what that costs**: a write through `.data` is lost without a word. A library that
 keeps a sharded module without registering it as a submodule is noticed only in the next forward.
