@@ -51,9 +51,9 @@ CPU memory.
 keeps in its `ctx` without `save_for_backward` stay. A write through `.data` to a tensor that has
 left does not reach backward. A tensor that somebody else refers to is copied, and no memory is
 freed. `torch.func.grad` and `vjp` inside of the layer are an error, because torch allows no hooks
-there. If a graph is kept (`retain_graph`), backward holds up to three calls. In a compiled model a
-graph without parameters moves nothing, and what the root computes behind a layer counts as that
-layer's.
+there. What backward needs while it still leaves holds its memory until the disk has it. If a graph
+is kept (`retain_graph`), backward holds up to three calls. In a compiled model a graph without
+parameters moves nothing, and what the root computes behind a layer counts as that layer's.
 """
 
 import weakref
