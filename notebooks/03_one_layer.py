@@ -15,7 +15,7 @@
 # A `Zero3Layer` makes the same few calls in every step. Here we make them ourselves, one by one,
 # and look at the memory after each. The layer is an `nn.Linear(2, 1)` with the weight (1, 2) and
 # the bias 3, so we can follow every number. It is the example at the head of
-# [`layer.py`](../zero3/layer.py).
+# [`minimal.py`](../zero3/minimal.py).
 #
 # **Your prediction**: the layer has 3 parameters in fp32, 12 bytes. How many bytes of it does each
 # of two ranks hold between two steps? And how many at the peak of a step: fewer than plain PyTorch,

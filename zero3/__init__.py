@@ -1,7 +1,8 @@
 r"""
 # zero3: the chapters
 
-Read the files with numbers in this order. Those with "more" can be skipped.
+Read the numbered files in this order, and skip those with "more". The chapters 1, 2 and 4 are pages
+of the book (`docs/`).
 
 | chapter | file | contents |
 |---|---|---|
@@ -110,7 +111,7 @@ Ten invariants hold, and each has tests ([in full](../docs/invariants.md)):
 |---|---|
 | I1, numbers | fp32 training equals plain PyTorch on the global batch; on two ranks, DDP's bits |
 | I2, rest | between steps a rank holds only $\lceil P_\ell/N \rceil$ elements of a layer |
-| I3, peak | in a step the computing layer and the next are whole |
+| I3, peak | in a step only the computing layer and the prefetched one are whole |
 | I4, traffic | forward and backward each gather a layer once, the last one once for both |
 | I5, padding | padding is zero in weights, gradients, moments and norms |
 | I6, order | all ranks communicate in the same order, or get an error |
@@ -120,8 +121,8 @@ Ten invariants hold, and each has tests ([in full](../docs/invariants.md)):
 | I10, faults | a crash leaves the last checkpoint, and no garbage |
 
 I1 holds with `Zero3Optimizer`, and with torch's optimizers on the shards as long as each parameter
-gets a gradient. Otherwise its gradient is zero in a shard, and weight decay, momentum and step
-counts of torch's optimizers move it.
+gets a gradient. A parameter without one gets zeros in the shard, and torch's optimizers then move
+it by weight decay and momentum.
 
 **Which chapters combine.** A "no" is an error with these words, before anything trains:
 
@@ -135,7 +136,7 @@ counts of torch's optimizers move it.
 | `Links` | yes | yes | | | | | |
 | `Offload` | yes | | | | | | |
 
-Elements are not pruned where `Links` encodes the weights. Policies are those of `inject`. Inject
+Elements are not pruned if `Links` encodes the weights. Policies are those of `inject`. Inject
 and compress in any order, then shard, and build the optimizer last.
 """
 
@@ -151,7 +152,7 @@ from zero3 import guards
 from zero3.comm import leaving as leaving
 from zero3.guards import moments
 
-# The heart asks them, and does not import them.
+# The heart calls the guards through this, and does not import them.
 moments.guards = guards
 
 __version__ = "0.1.0"

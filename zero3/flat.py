@@ -22,17 +22,17 @@ $$\text{all-gathers per unshard} = 1 \qquad
 \text{elements copied} = \left\lceil \frac{P_\ell}{N} \right\rceil$$
 
 **Freeing a buffer that has views.** Freeing resizes the buffer's storage to zero bytes. The
-parameters, and the tensors that autograd has saved for backward, go on to exist without memory.
+parameters, and the tensors that autograd has saved for backward, still exist, without memory.
 When the same storage is filled again, all of them are valid again.
 
 torch counts the writes to a tensor in its `_version`, and autograd refuses a saved tensor whose
-count has changed. Gathering writes to the buffer in every step. But after `param.data = view` the
-parameter has a count of its own, so autograd does not see these writes, and a write to the
-*parameter* can be told from an all-gather.
+count has changed. Gathering writes to the buffer in every step. After `param.data = view` the
+parameter has a count of its own. So autograd does not see a gather, and a write to the *parameter*
+can be told from a gather.
 
 Below, a parameter is *open* if it can be used, and *closed* if not. A closed one has another class,
-`FreedParameter`, which raises an error with the parameter's name on every operation. Its `_version`
-is raised by one, so that backward through a freed layer is an error, too.
+`FreedParameter`, on which every operation is an error with the parameter's name. Its `_version` is
+higher by one, so that backward through a freed layer is an error, too.
 
 **Run this**: `notebooks/03_one_layer.ipynb` follows one flat parameter through a step.
 
@@ -50,7 +50,7 @@ from torch import nn
 
 from zero3.guards.moments import Guarded, guards, own_modules
 
-# Each parameter once, with its names. It has several if the layer ties it to itself.
+# Each parameter once, with its names. It has several if the layer uses it in several places.
 NamedParams = dict[nn.Parameter, tuple[str, ...]]
 # What to do if the device has no room.
 CURE = ("offload the shards: from an accelerator with `offload=\"cpu\"`, or to files with "
@@ -62,9 +62,9 @@ Names = Iterable[tuple[str, ...]]
 @dataclass(eq=False, repr=False)
 class Storage:
     """
-    ## Storage: where a shard rests, here on the device or in CPU memory
+    ## Storage: where a shard rests, here in memory
 
-    Those of `offload/tiers.py` have something to read and to write.
+    Those of `offload/tiers.py` have something to read and to write, in files.
     """
 
     param: nn.Parameter  # (shard_numel,), for the optimizer
@@ -79,7 +79,7 @@ class Storage:
         """
         ### The shard in memory: `(shard_numel,)`
 
-        It may be written to, and `save` writes it back.
+        The caller may write to it, and calls `save` afterwards.
         """
         return self.param.detach()
 
@@ -105,8 +105,8 @@ class GradientSink(Protocol):
     """
     ## Gradient sink: where the reduced gradient of a shard goes
 
-    `FlatParameter` adds it to its shard's `.grad`. `Zero3Optimizer` hands in another sink if it
-    keeps an fp32 copy of the weights elsewhere.
+    `FlatParameter` adds it to its shard's `.grad`. `Zero3Optimizer` hands in another sink if the
+    shard's optimizer states rest elsewhere.
     """
 
     @property
@@ -129,8 +129,8 @@ class StorageFactory:
         """
         ### Put a layer's shard, `(shard_numel,)`, where it rests
 
-        All ranks call it alike. Raises `RuntimeError` on all of them if a step of the layer has no
-        room.
+        All ranks call it in the same order. Raises `RuntimeError` on all of them if a step of the
+        layer has no room.
         """
         guards.check_step(owner, values, CURE)
         return Storage(nn.Parameter(values, trains), self.tier)
@@ -186,7 +186,7 @@ class FlatParameter:
         """
         ### Give each parameter its place in a buffer
 
-        `look_at` makes the parameters views of it, once the buffer is freed.
+        `look_at(None)` makes the parameters views of it later, once the buffer is freed.
 
         * `full` is `(world_size * shard_numel,)`, and has their values one after the other
         * `storage` is where this rank's part of it rests
@@ -197,15 +197,15 @@ class FlatParameter:
         self.storage = storage
         self.shard = storage.param  # (shard_numel,)
         self.grad_device = self.shard.device  # where its gradient rests
-        # On the CPU the other ranks' gradients arrive here. Normally this is the full parameter's
-        # memory, which has been freed by then.
+        # On the CPU the other ranks' gradients arrive in this storage. It was freed before, and
+        # gets new memory.
         self.receive_buffer = full
         self.trains = False  # whether the parameters get gradients, as of the last forward
         # The full gradient until it is reduced: (world_size * shard_numel,), device. `ready` has
         # the names of the parameters whose gradients are in it.
         self.grad: torch.Tensor | None = None
         self.ready: set[tuple[str, ...]] = set()
-        # Who keeps the reduced gradient, if it does not rest in the shard.
+        # Where the reduced gradient goes, if not to the shard's `.grad`.
         self.sink: GradientSink | None = None
         # The ranges of the shard that count in the norm of the model; `None` stands for all of it
         # (see `comm/parts.py`).
@@ -250,7 +250,7 @@ class FlatParameter:
         """
         ### Give the parameters their ordinary class
 
-        A unit of a whole model calls it alone if it has stayed full.
+        A unit of a whole model that has stayed full calls only this.
         """
         for slot in self.slots:
             slot.param.__class__ = nn.Parameter
@@ -259,7 +259,7 @@ class FlatParameter:
         """
         ### Give the parameters the class that reports every use, even if they are still gathered
 
-        A unit of a whole model that stays full calls it alone, so that a use by another unit is
+        A unit of a whole model that stays full calls only this, so that a use by another unit is
         still noticed.
         """
         for slot in self.slots:
@@ -267,7 +267,7 @@ class FlatParameter:
 
     def _set_versions(self, freed: bool) -> None:
         """
-        #### Set each count of writes to what forward saw, or to one more while freed
+        #### Set each count of writes to that of forward, or to one more while freed
         """
         params = tuple(slot.param for slot in self.slots)
         versions = tuple(slot.version + freed for slot in self.slots)
@@ -277,14 +277,14 @@ class FlatParameter:
         """
         ### Point the parameters at another buffer, or back at the flat parameter
 
-        `full_params()` points them at a buffer of its own, and back.
+        `full_params()` points them at a buffer of its own, and afterwards back.
         """
         # A view made in inference mode could never be used for training.
         with torch.inference_mode(False):
             for slot in self.slots:
                 slot.param.__class__ = nn.Parameter
                 if full is None:
-                    # Writes inside `full_params()` are allowed, so go on from the new count.
+                    # Writes inside `full_params()` are allowed, so take over the new count.
                     slot.version = slot.param._version
                 slot.param.data = slot.view if full is None else slot.of(full)
             if full is None:
@@ -300,7 +300,7 @@ class FlatParameter:
         values is freed.
         """
         found = ""
-        # A parameter that is hidden already would report this as a use.
+        # A closed parameter would report this as a use.
         with torch._C.DisableTorchFunction():
             for slot in self.slots:
                 param = slot.param
@@ -319,7 +319,7 @@ class FlatParameter:
 
     def collect_writes(self, full: torch.Tensor) -> str:
         """
-        ### Copy what was assigned to the parameters into the buffer that they looked at
+        ### Copy what was assigned to the parameters into the buffer that they view
 
         Returns the problem if a parameter no longer fits its place, or an empty string.
         """
@@ -356,7 +356,7 @@ class FlatParameter:
         """
         ### Collect the parameters' gradients in this buffer
 
-        * `grad` is `(world_size * shard_numel,)`, uninitialised, so its padding may hold a NaN
+        * `grad` is `(world_size * shard_numel,)`, uninitialised, so its padding is zeroed
         """
         self.grad = grad
         for padding in self.padding:
@@ -380,7 +380,7 @@ class FlatParameter:
         """
         ### The full gradient, with zeros for the parameters that got none
 
-        Their places hold whatever the memory held before.
+        Their places are uninitialised.
         """
         assert self.grad is not None
         for slot in self.slots:
@@ -390,7 +390,7 @@ class FlatParameter:
 
     def drop_full_grad(self) -> None:
         """
-        ### Forget the full gradient, as soon as the sums over ranks are there
+        ### Forget the full gradient, after the sums over ranks have arrived
         """
         self.grad = None
         self.ready.clear()

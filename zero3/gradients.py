@@ -14,8 +14,8 @@ All ranks combine the same numbers in the same order, so they clip by the same b
 
 **Run this**: `python -m pytest tests/test_gradients.py -k norm`.
 
-**Not covered, and what that costs**: gradients that do not rest in their shards, and scaled ones.
-`Zero3Optimizer(clip_grad_norm=)` clips these while it steps.
+**Not covered, and what that costs**: gradients outside of their shards, and scaled ones.
+`Zero3Optimizer(clip_grad_norm=)` clips these while it steps. It exchanges squared norms.
 """
 
 from typing import Any
@@ -29,7 +29,8 @@ from zero3.guards.moments import is_sharded
 from zero3.guards.options import expect
 from zero3.guards.shard_gradients import GradientElsewhere, plain_part
 
-# Elements whose squares fp32 adds up at once (see `norm_of`). In fp32 they fill a block of a disk.
+# Elements whose squares fp32 adds up at once (see `norm_of`): 4,096 bytes of fp32, a block of a
+# disk.
 BLOCK_NUMEL = 1 << 10
 # Blocks that the CPU widens at a time, so that the copies stay in its cache.
 _WIDENED_BLOCKS = 1 << 10
@@ -54,11 +55,12 @@ def clip_grad_norm_(model: nn.Module,
     in its shard; `Zero3Optimizer(clip_grad_norm=)` clips those.
     """
     for line in {vars(m)["line"] for m in model.modules() if "line" in vars(m)}:
-        # Other ranks have parts of the same weights (see `inject/line.py`).
+        # Under tensor parallelism other ranks have parts of the same weights (see
+        # `inject/line.py`).
         line.connect(model)
     layers: list[Any] = [m for m in model.modules() if is_sharded(m)]
     flats = [flat for layer in layers for flat in layer.flats if flat.shard.requires_grad]
-    # In a pipeline, all layers of this stage may be frozen.
+    # A stage of a pipeline may have only frozen layers.
     some = bool(layers) and any(layers[0].comm.stages.gather(bool(flats)))
     expect(some, "clip_grad_norm_: no shards", "a model with a trainable Zero3Layer",
            type(model).__name__, "wrap it first", RuntimeError)
@@ -93,7 +95,7 @@ def _check_clip(model: nn.Module,
     """
     #### Refuse gradients that cannot be clipped here
 
-    With a loss scale of 65536 the norm would be as many times too large.
+    With a loss scale of 65536 the norm would be 65,536 times too large.
     """
     names = stray(model)
     first.expect(not names, "cannot clip", "all trainable parameters in Zero3Layers", names,
@@ -115,7 +117,7 @@ def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     """
     ## The norm of a gradient, `(n,)` to `()`, in fp32 or wider
 
-    It adds squares in blocks, because a single fp32 sum is soon so large that the next square does
+    It adds squares in blocks, because one long fp32 sum is soon so large that a small square does
     not change it.
     """
     while len(grad) > BLOCK_NUMEL:
@@ -131,11 +133,11 @@ def block_norms(grad: torch.Tensor,
 
     * `counted` are the ranges of the elements that count; `None` stands for all
 
-    `norm_of` makes the norm of them. So a gradient has the same norm, to the last bit, if it is cut
-    at the end of a block.
+    `norm_of` combines them. So a gradient has the same norm, to the last bit, if it is cut at the
+    end of a block.
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
-    # An accelerator widens in the kernel, the CPU makes a copy.
+    # The CPU makes a wide copy, and an accelerator widens in the kernel.
     copies = grad.dtype != wide and grad.device.type == "cpu"
     norms = []
     parts = [grad] if counted is None else [grad[where] for where in counted]

@@ -1,31 +1,31 @@
 r"""
 # Memory in flight
 
-`InFlight` knows all memory that a message, a thread or a stream may still touch: whoever resizes
-such memory asks it first.
+`InFlight` knows the memory that a message, a thread or a stream may still use. Code that resizes
+memory asks it first.
 
 gloo's thread has an address and a length, and knows nothing of tensors. If a buffer is freed before
-the last row has arrived, the row is written into memory that belongs to somebody else by then. The
+the last rank's part has arrived, that part is written into the memory of another tensor. The
 program crashes later, in another place, once in many runs. A rank that *sends* from freed memory
 sends wrong numbers.
 
-**Three ranks gather 1 2 3**, one element each, and rank 1 has an error in the same moment:
+**Three ranks gather 1 2 3**, one element each, and rank 1 has an error at the same moment:
 
 | moment | rank 0 | its buffer |
 |---|---|---|
-| it starts the gather | waits for two rows | 1 . . |
+| it starts the gather | waits for two elements | 1 . . |
 | rank 1 announces its error | raises it; the forward pass ends | 1 . . |
 | the layer is cleaned up | **would free 12 bytes** | 1 . . |
 | rank 2, which is late, sends its 3 | gloo writes 4 bytes at offset 8 | 1 . 3 |
 
-Waiting does not help at the cleanup, because rank 1 will never send. So before a transfer starts,
+The cleanup cannot wait, because rank 1 will never send. So before a transfer starts,
 its owner names the memory (`begin`). After a successful wait it says that the transfer is done
 (`end`). In between nobody else frees, resizes or reuses this memory. If the wait or the start
 fails, the memory is kept for good (`lose`):
 
 $$\text{freed} \cap \text{in flight} = \emptyset$$
 
-After an error nothing new is sent but the news of it (`Communicator.give_up`), so hardly more is
+After an error nothing is sent but its announcement (`Communicator.give_up`), so hardly more is
 lost.
 
 **Who frees or reuses memory, and why nobody uses it then:**
@@ -46,16 +46,16 @@ lost.
 | `compression/freeing.py` | a compressed weight | only the compute stream uses it |
 | `FreedParameter.of_shard` | memory that was never filled | nobody knows it |
 
-As long as no rank has failed, to free memory in flight is a mistake of this package, and an
-assertion.
+As long as no rank has failed, freeing memory in flight would be a mistake of this package, and an
+assertion fails.
 
-A tensor that is *dropped* needs no owner, because a message has a reference to it. Only resizing
-frees memory that somebody still refers to.
+A tensor that is *dropped* needs no such care, because its message has a reference to it. Only
+resizing frees memory that is still referred to.
 
 **Run this**: `python -m pytest tests/test_in_flight.py`.
 
-**Not covered, and what that costs**: on an accelerator a wait holds up streams and not the host,
-and memory is reused in their order; the table in `comm/collectives.py` says who waits for whom.
+**Not covered, and what that costs**: on an accelerator a wait stops a stream and not the host,
+and streams reuse memory in order; the table in `comm/collectives.py` says who waits for whom.
 What has failed is kept until the process ends, and its model with it.
 """
 
@@ -72,31 +72,31 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        # Whatever is in flight, a `Transfer` for instance, with the storages that it uses: the
-        # addresses of torch's objects, which stay the same when storages are resized. Weakly: if
-        # nobody has it any more, its messages are gone too.
+        # Each `Transfer` or copy in flight, with the storages that it uses: the addresses of
+        # torch's objects, which stay the same when storages are resized. Weakly, because without a
+        # reference its messages are gone too.
         self.users: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
-        # What has failed. Others may still wait for its messages, and send theirs.
+        # Those that have failed. Other ranks may still wait for their messages, and send to them.
         self.lost: list[object] = []
 
     def begin(self, user: object, *tensors: torch.Tensor) -> None:
         """
-        ### Something is about to use these tensors
+        ### A transfer is about to use these tensors
 
-        * `user` is what is in flight; it may say so several times, with more tensors
+        * `user` is the transfer, or a copy; it may begin several times, with more tensors
         """
         storages = self.users.setdefault(user, set())
         storages.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def end(self, user: object) -> None:
         """
-        ### The wait for it has succeeded
+        ### A transfer is done
         """
         self.users.pop(user, None)
 
     def lose(self, user: object) -> None:
         """
-        ### It has failed: it keeps its memory, and its messages, until the process ends
+        ### A transfer has failed: its memory and its messages are kept until the process ends
         """
         if user in self.users and user not in self.lost:
             self.lost.append(user)
@@ -120,8 +120,8 @@ class InFlight:
         """
         ### Give a tensor's storage another size
 
-        All views of the storage go on to exist. Nothing happens if it has this size already: torch
-        would take the memory a second time.
+        All views of the storage still exist. Nothing happens if it has this size already: torch
+        would allocate it again and copy.
         """
         storage = tensor.untyped_storage()
         if storage.nbytes() != nbytes:

@@ -9,10 +9,10 @@ and work for real models. The small file lacks these things:
 
 | what | goes wrong in `minimal.py` | here |
 |---|---|---|
-| a parameter without a gradient | two layers get none, or an error | `Zero3Layer.settle` |
+| a parameter without a gradient | its layer and the next get none, or an error | `settle` |
 | a frozen parameter | an error when it is sharded | `_shard`, `_follow_requires_grad` |
-| an exception in a layer | it and the next one stay whole, and their weights become old | `walk` |
-| a forward pass without backward | the weights of the last layer become old | `_prepare` |
+| an exception in a layer | it and the next one stay whole, and become stale | `walk` |
+| a forward pass without backward | the weights of the last layer become stale | `_prepare` |
 | several inputs or outputs | an error | `watch.py` |
 | a layer with two data types | all of it becomes fp32, silently | `alike` |
 | a freed parameter is read | the process ends without a word | `guards/freed.py` |
@@ -25,20 +25,20 @@ $$\underbrace{\Psi\,\frac{N-1}{N}}_{\text{all-gather, forward}} +
 \underbrace{\Psi\,\frac{N-1}{N}}_{\text{reduce-scatter}}
 \;=\; 3\Psi\,\frac{N-1}{N}$$
 
-elements per rank; a little less, because the last layer of a chain stays whole between forward and
-backward. Plain data parallelism sends two thirds of that. So ZeRO-3 sends 50 % more, keeps
-$\frac{1}{N}$ of the memory between two steps, and overlaps most of the communication with
+elements per rank. It is a little less, because the last layer of a chain stays whole between
+forward and backward. Plain data parallelism sends two thirds of that. So ZeRO-3 sends 50 % more,
+keeps $\frac{1}{N}$ of the memory between two steps, and overlaps most of the communication with
 computation. The paper is [ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models](https://arxiv.org/abs/1910.02054), sections 5.3 and 7.2.2.
 
 **How to read this.** Read `Zero3Layer` from top to bottom: shard, unshard, reshard, forward,
-backward, reduce. Four methods call `_settle_at_end_of_backward`, so that autograd calls the layer
-once more when the pass ends; *end of backward* says why. Method names follow [labml.ai's
+backward, reduce. Four methods call `_settle_at_end_of_backward`, which has autograd call `settle`
+when the pass ends; *end of backward* says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and headings give the
-standard terms. `flat.py`, `watch.py`, `schedule.py`, `comm/` and `in_flight.py` have a layer's
-parts. `Sharded`, the base class in `sharded.py`, has `flats`, and whatever users call outside the
-training step. `guards` refuse mistakes (see `guards/moments.py`). An "I2" in a docstring is an
-invariant that `zero3/__init__.py` lists.
+standard terms. The parts of a layer are in `flat.py`, `watch.py`, `schedule.py`, `comm/` and
+`in_flight.py`. `Sharded`, the base class in `sharded.py`, has `flats`, and whatever users call
+outside the training step. `guards` refuse mistakes (see `guards/moments.py`). An "I2" in a
+docstring is an invariant that `zero3/__init__.py` lists.
 
 **Run this**: `make train` trains a small transformer on two ranks, and compares the memory and the
 communication of each rank with these formulas.
@@ -85,8 +85,8 @@ class Zero3Layer(Sharded):
         """
         ### Shard a module
 
-        All ranks call this in the same order. All of them get the values that rank 0 has. Buffers
-        stay whole.
+        All ranks call this in the same order, and get the values that rank 0 has. Buffers get them
+        too, and are not sharded.
 
         * `module` is the layer to wrap, initialised, on `device`
         * `rank` and `world_size` default to those of the process group; without one, to 0 and 1
@@ -104,7 +104,7 @@ class Zero3Layer(Sharded):
         * is sharded already, or shares a parameter with another layer
         * is on another device or of another data type than asked for
         * differs between ranks
-        * has shards that memory has no room for
+        * needs more memory in a step than there is
 
         This is section 5.3 of the paper. Keeps I2 (only shards at rest) and I5 (zero padding).
         """
@@ -138,13 +138,13 @@ class Zero3Layer(Sharded):
         """
         #### Shard: merge parameters into one buffer, keep $1/N$ of it, free the buffer
 
-        The constructor calls it for each group of parameters that can share a buffer. While it
-        runs, the layer takes its memory twice: as the module's parameters and as their merged copy.
+        The constructor calls it for each group of parameters that can share a buffer (see `alike`).
+        While it runs, the layer takes $2 + 1/N$ times its memory: the module's parameters, their
+        merged copy, and the shard.
         """
         full = self._merge_and_pad_params(list(params))  # (world_size * shard_numel,), device
-        shard = self._empty(len(full) // self.comm.world_size, full.dtype)  # (shard_numel,), device
         # Rank 0 sends each rank its part, so that all ranks begin with the same model.
-        self.comm.scatter(shard, full)
+        shard = self.comm.scatter(full)  # (shard_numel,), device
         # All of these parameters are trainable, or all are frozen.
         trains = next(iter(params)).requires_grad
         storage = self.offload.shard(self, shard, trains)
@@ -153,7 +153,8 @@ class Zero3Layer(Sharded):
         self.flats.append(flat)
         self.chunk.append(flat.shard)
         self._follow_requires_grad()
-        # Make the parameters views of the freed buffer. From now on each use of one is an error.
+        # Make the parameters views of the freed buffer, which drops the memory that they had. From
+        # now on each use of one is an error.
         flat.look_at(None)
 
     def _merge_and_pad_params(self, params: list[nn.Parameter]) -> torch.Tensor:
@@ -203,8 +204,8 @@ class Zero3Layer(Sharded):
         """
         #### Have each parameter of a flat parameter report its gradient
         """
-        # A weak reference: a strong one would close a cycle, layer, parameter, hook, layer, that
-        # Python cannot collect, because one link is in C++.
+        # A weak reference. A strong one would make a cycle of layer, parameter and hook, which
+        # Python cannot collect, because one of its links is in C++.
         ours = weakref.WeakMethod(self._post_backward_hook)
         for i, slot in enumerate(self.flats[flat_index].slots):
             if slot.param.requires_grad and slot.hook is None:
@@ -225,14 +226,14 @@ class Zero3Layer(Sharded):
         if self.is_fetched or self.is_full_elsewhere or not self.flats:
             return
         self._settle_at_end_of_backward()
-        # If backward reaches the layer a second time, its reduce may still be in flight. On the CPU
-        # the reduce receives into this very buffer, so finish it first.
+        # If backward reaches the layer a second time, its reduce may still be in flight. Finish it
+        # first: it sends the flat gradient, and on the CPU it receives into this very buffer.
         self.reducer.finish(self)
         self.is_fetched = True
         # Gather into the *same storage* every time. The parameters are views of it, and so are the
         # tensors that autograd saved in forward, which are valid again in backward.
         pairs = [(flat.full, flat.storage.load()) for flat in self.flats]
-        # Not exact: a later chapter may round the weights on their way (`comm/links.py`).
+        # `exact=False` allows a later chapter to round the weights on their way (`comm/links.py`).
         self._gather = self.comm.all_gather(self, pairs, exact=False)
         for flat in self.flats:
             # A shard in a file was read into a buffer, which is free once the fetch stream has
@@ -263,9 +264,9 @@ class Zero3Layer(Sharded):
         """
         #### Reshard (free)
 
-        Runs after forward, and in backward after the last gradient. It waits for an all-gather in
-        flight first, because that writes into this memory. After an error on another rank nobody
-        can wait for it, and it keeps the memory (see `in_flight.py`).
+        Runs after forward, and in backward after the last gradient. It first waits for an
+        all-gather in flight, which writes into this memory. After an error on another rank that
+        gather cannot finish, so the memory is kept (see `in_flight.py`).
         """
         self.kept_for = None
         if not self.is_fetched:
@@ -281,7 +282,7 @@ class Zero3Layer(Sharded):
 
     def _release(self, call: Call | None = None) -> None:
         """
-        #### Reshard, unless the schedule says that the layer is needed again at once
+        #### Reshard, unless the schedule says that backward needs the layer at once
 
         * `call` is the forward call that has ended (a record of `watch.py`); in backward there is
           none
@@ -301,7 +302,7 @@ class Zero3Layer(Sharded):
         """
         ### Forward pass: unshard, compute, reshard
 
-        In a chain the all-gather of this layer has started one layer earlier. The hooks that
+        In a chain the layer before this one has started its all-gather already. The hooks that
         `watch` adds to inputs and outputs bring backward back to this layer.
         """
         # Activation checkpointing computes the layer again inside a backward pass. Its backward
@@ -334,13 +335,14 @@ class Zero3Layer(Sharded):
 
     def _prepare(self, recompute: bool) -> None:
         """
-        #### Notice everything that has changed since the last forward
+        #### Take over the changes since the last forward
 
-        Nobody tells the layer when parameters are frozen, or when a new module is assigned.
+        Nobody tells the layer when parameters are frozen, when an optimizer steps, or when a new
+        module is assigned.
         """
         self.guard.before_forward()
         if self.kept_for and not recompute:
-            # Full since a forward whose backward has not come. The optimizer may have stepped.
+            # It is full since a forward without a backward. The optimizer may have stepped.
             self._cleanup_params()
         self._follow_requires_grad()
 
@@ -394,7 +396,7 @@ class Zero3Layer(Sharded):
 
     def _backward_event(self, call: Call | None = None, *_) -> None:
         """
-        #### Note the gradient of a parameter or of an input, and finish the layer with the last one
+        #### Count a gradient of a parameter or of an input, and finish the layer after the last one
 
         * `call` is the call whose input it is; for a parameter there is none
         """
@@ -407,8 +409,8 @@ class Zero3Layer(Sharded):
         ### Whether backward no longer needs the full parameters
 
         The gradients of parameters are not enough. A frozen weight gets none, and autograd still
-        reads it for the gradient of the input. Freed too early, it would be missing there. Freed
-        too late, its memory would be missing while the layer below computes.
+        reads it for the gradient of the input. If it is freed too early, backward cannot read it.
+        If too late, it takes memory while the layer below computes.
         """
         trainable = sum(len(flat.slots) for flat in self.flats if flat.trains)
         return self.watch.inputs_left == 0 and len(self.watch.arrived) == trainable
@@ -424,25 +426,28 @@ class Zero3Layer(Sharded):
         layer. All ranks must call this. A rank sends every other rank that rank's part of the flat
         gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
+        # Parameters that are still arriving would look like a write to the guard.
         self._wait_params()
         self.guard.after_backward()
         self._release()
         self.watch.arrived.clear()
         flats = [flat for flat in self.flats if flat.grad is not None]
-        # On the CPU, the gradients of the other ranks arrive where the full parameters were.
+        # On the CPU the other ranks' gradients arrive in the storage of the full parameters, which
+        # are freed by now.
         pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in flats]
-        # A bucket makes small layers wait, and reduces several of them together.
+        # `keeps` first ends the reduce of the layer above, because one is in flight at a time. A
+        # `Zero3Optimizer` hands in a bucket that keeps small layers, and reduces several together.
         if pairs and not self.reducer.keeps(self, pairs):
             self.reducer.started([self], self.comm.reduce_scatter([self], pairs))
         if self.layer_idx == ALONE:
-            # No neighbour's backward will end this reduce, so end it now.
+            # It is in no chain, so no other layer ends this reduce. End it now.
             self.reducer.finish(self)
 
     def reduce(self) -> None:
         """
         ### Reduce the full gradients that a `no_sync()` has held back
 
-        `Zero3Optimizer.step` calls it. There are some if the last micro-batch ran inside
+        `Zero3Optimizer.step` calls it. There are such gradients if the last micro-batch ran inside
         `no_sync()` too, or did not reach this layer.
         """
         self._backup_grads()
@@ -473,7 +478,7 @@ class Zero3Layer(Sharded):
         """
         #### Have the end of this backward pass call `settle`, once
 
-        Without it, a layer that was prefetched and then not needed would stay full, and
+        Without it, a layer that was prefetched and then not needed would stay full. And
         `backward()` would return before the last reduce has ended.
         """
         if in_backward() and self not in self.reducer.unsettled:
@@ -486,10 +491,10 @@ class Zero3Layer(Sharded):
 
         * `raised` says that the pass ended with an exception
 
-        Not every hook fires: some parameters were not used, some inputs got no gradient. So what is
-        left of any layer finishes here before `backward()` returns, in the order of backward.
-        After an exception, gradients whose reduce has not started are dropped. Call `zero_grad()`
-        before you go on.
+        Not every hook fires: some parameters were not used, some inputs got no gradient. So each
+        layer that backward has reached finishes here, in the order of backward, before `backward()`
+        returns. After an exception, gradients whose reduce has not started are dropped. Call
+        `zero_grad()` before you go on.
         """
         self.watch.reset()
         if raised and self.comm.broken:
@@ -500,7 +505,7 @@ class Zero3Layer(Sharded):
         if raised:
             self.reducer.drop(self)
             self.drop_full_grads()
-        # Gradients that are in flight already are not reduced again: see `Reducer.keeps`.
+        # A reduce that is in flight is not started again: see `Reducer.keeps`.
         self._backup_grads()
         self.reducer.unsettled.discard(self)
         if not self.reducer.unsettled:
@@ -529,7 +534,7 @@ class Zero3Sequential(ShardedModel):
             layer.layer_idx = i
             layer.label = f"layer {i} ({type(layer.module).__name__})"
             layer.schedule = Chain()
-        # Layers without parameters have nothing to gather; the chain passes over them.
+        # Layers without parameters have nothing to gather, so the links skip them.
         sharded = [layer for layer in layers if layer.flats]
         for before, after in pairwise(sharded):
             before.next_layer.append(after)
@@ -565,7 +570,7 @@ class Zero3Sequential(ShardedModel):
     @guards.uncompiled
     def forward(self, *args, **kwargs):
         """
-        ### Forward pass: the first layer takes the arguments, the others the output before them
+        ### Forward pass: the first layer takes the arguments, each other one the output before it
         """
         with closing(self.walk()) as layers:
             for layer in layers:
@@ -590,10 +595,10 @@ class Zero3Sequential(ShardedModel):
 # | communicator: `layer.comm` | all ranks | some of them, or replicas |
 # | storage: `flat.storage` | memory of the device | CPU memory, or a file |
 # | schedule: `layer.schedule` | the neighbours in a chain | the order of the last step |
-# | gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | an fp32 copy; buckets |
+# | gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | another tier; buckets |
 # | listener: `layer.listener` | nobody listens | `Ledger`, which records a run |
 # | saving: `layer.saving` | autograd keeps what it saves | CPU memory, or a file |
-# | guards: `guards`, `layer.guard` | | errors in place of wrong numbers |
+# | guards: `guards`, `layer.guard` | no checks | errors in place of wrong numbers |
 #
 # **Not covered, and what that costs**:
 #
@@ -610,5 +615,6 @@ class Zero3Sequential(ShardedModel):
 # | parameters outside sharded layers | they are not reduced | DDP around the whole model |
 #
 # A layer looks for its input and output tensors in tuples, lists, dicts, dataclasses, attributes of
-# modules and of other objects. Backward reaches a freed layer if a tensor takes another route. The
-# copies of autocast stay from forward to backward, half of the memory that freeing would save.
+# modules and of other objects. A tensor that leaves by another way does not announce backward,
+# which then reaches a freed layer. The copies of autocast stay from forward to backward, half of
+# the memory that freeing would save.

@@ -30,7 +30,7 @@ $$\underbrace{(N-1)\,s}_{\text{all-gather, forward}} +
 \underbrace{(N-1)\,s}_{\text{all-gather, backward}} +
 \underbrace{(N-1)\,s}_{\text{reduce-scatter}} \;=\; 3\,(N-1)\,s$$
 
-elements for the layer. The last layer of a chain stays from forward to backward, so it sends
+elements for the layer. The last layer of a chain is not freed in between, so it sends
 $2\,(N-1)\,s$. Here the one layer is the last: a rank sends four elements. Data parallel training
 sends $2\,(N-1)\,s$ for each layer, and keeps $N$ times as many parameters, gradients and optimizer
 states.
@@ -38,12 +38,13 @@ states.
 **Run this**: `python -m zero3.minimal`.
 
 **Not covered, and what that costs**: every layer takes one tensor and returns one, and is in the
-chain once. It has one parameter or more, of one data type, and each is trained and used. A forward
-pass with gradients is followed by its backward pass. If one of these does not hold, weights may be
-stale or gradients lost, often without an error. Reading a parameter outside its layer's forward can
-crash the process, and so can backward if it reads one after its gradient is complete, as in
-`x * w.detach() + w`. `layer.py` is this file grown up: it does these things right, or raises an
-error.
+chain once. It has at least one parameter. All of them are trained, used, and of one data type. A
+forward pass with gradients is followed by its backward pass. If one of these does not hold, weights
+may be stale or gradients lost, often without an error. torch's `clip_grad_norm_` would clip by the
+norm of one rank's shards, and buffers are not copied from rank 0. Reading a parameter outside its
+layer's forward can crash the process. So can a backward pass that reads a parameter after its
+gradient is complete, as in `x * w.detach() + w`. `layer.py` is this file grown up: it does these
+things right, or raises an error.
 """
 
 import tempfile
@@ -71,10 +72,10 @@ class Zero3Layer(nn.Module):
     | between two steps | | nothing |
     | forward: the previous layer computes | its all-gather runs | parameters, arriving |
     | this layer computes | | parameters |
-    | it has computed | it is freed, unless it is the last layer | nothing, unless it is the last |
+    | it has computed | it is freed, unless it is the last layer | nothing, or parameters |
     | backward: the next layer computes | its all-gather runs | parameters, arriving |
     | its gradients arrive | they fill a flat gradient | parameters, gradient |
-    | the last one has arrived | it is freed, its reduce-scatter starts | gradient, receive buffer |
+    | all have arrived | it is freed, its reduce-scatter starts | gradient, receive buffer |
     | backward: the previous layer has its gradients | the shard gets its gradient | nothing |
     """
 
@@ -82,8 +83,8 @@ class Zero3Layer(nn.Module):
         """
         ### Shard a module
 
-        All ranks call this in the same order, with modules of the same shapes. The values of rank 0
-        win.
+        All ranks call this in the same order, with modules of the same shapes. All get the
+        parameters of rank 0.
         """
         super().__init__()
         self.world_size = dist.get_world_size()
@@ -101,7 +102,7 @@ class Zero3Layer(nn.Module):
         dist.broadcast(self.full, 0)
         # This rank's shard, (shard_numel,): a copy, because the flat parameter will be freed.
         self.chunk = nn.Parameter(self.full.view(self.world_size, -1)[dist.get_rank()].clone())
-        # Where the shard rests, if not in memory: see `MappedShard`.
+        # The file of the shard, if it has one.
         self.file: MappedShard | None = None
         self._view_params()
         self._add_backward_hooks()
@@ -109,6 +110,7 @@ class Zero3Layer(nn.Module):
         self.is_fetched = True
         self.gather: Any = None  # the all-gather in flight
         self.reduce: Any = None  # the reduce-scatter in flight
+        self.received: Any = None  # the gradients of all ranks, as they arrive
         self.grad: Any = None  # the flat gradient, as long as the flat parameter
         self.arrived = 0  # how many parameters have their gradients
         self._cleanup_params()
@@ -131,11 +133,11 @@ class Zero3Layer(nn.Module):
         is freed they have none.
         """
         for p, offset in zip(self.params, self.offsets, strict=False):
-            # Autograd counts the changes of a saved tensor. A parameter that is set through `.data`
-            # keeps a counter of its own, so a gather into `full` is no change of it.
+            # Autograd counts the writes to a saved tensor. A parameter whose `.data` was set has a
+            # count of its own, so a gather into `full` does not count as a write to it.
             p.data = self.full[offset : offset + p.numel()].view(p.shape)
-        # `parameters()` shall yield the shards alone, because an optimizer takes what it yields. As
-        # plain attributes the modules still find their parameters.
+        # `parameters()` must yield the shards alone, because they go to the optimizer. The modules
+        # still find their parameters, as plain attributes.
         for module in self.module.modules():
             vars(module).update(module._parameters)
             module._parameters.clear()
@@ -148,7 +150,7 @@ class Zero3Layer(nn.Module):
 
         Start the all-gather and return at once, so that communication overlaps the computation of
         another layer. If the shard is in a file, it is read first, and the call waits for that. All
-        ranks call it for the same layers in the same order, or they wait for each other, or mix up
+        ranks call it for the same layers in the same order. Otherwise they would hang, or mix up
         layers. Each sends its shard to the $N-1$ others.
         """
         # It may have been prefetched, or kept since forward.
@@ -185,16 +187,19 @@ class Zero3Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """
-        ### Forward pass: unshard, compute, reshard
+        ### Forward pass: unshard, prefetch the next layer, compute, reshard
         """
         self.fetch_params()
+        # Prefetch: this all-gather overlaps the computation of this layer.
+        for layer in self.next_layer:
+            layer.fetch_params()
         self._wait_params()
         y = self.module(x)
         if y.requires_grad:
             # Autograd calls this when it has the gradient of `y`, before the layer's own backward.
             y.register_hook(self._pre_backward_hook)
-        # Backward begins with the last layer, so that one stays: gathering it again would bring the
-        # same values.
+        # Backward begins with the last layer, so it is not freed: gathering it again would bring
+        # the same values.
         if self.next_layer or not y.requires_grad:
             self._cleanup_params()
         return y
@@ -236,10 +241,10 @@ class Zero3Layer(nn.Module):
 
     def _backward_event(self) -> None:
         """
-        #### Note a gradient, and reduce with the last one
+        #### Count a gradient, and reduce after the last one
 
         The layer can be freed then. An operation normally computes the gradient of its input
-        together with that of its parameter, so nothing reads the parameters after the last one.
+        together with that of its parameter, so nothing reads the parameters any more.
         """
         self.arrived += 1
         if self.arrived == len(self.params):
@@ -262,7 +267,7 @@ class Zero3Layer(nn.Module):
         # one of them also has a receive buffer.
         for layer in self.next_layer:
             layer._add_reduced()
-        self.received: Any = torch.empty_like(self.grad)
+        self.received = torch.empty_like(self.grad)
         self.reduce = dist.all_to_all_single(self.received, self.grad, async_op=True)
         # After the first layer nothing is left to overlap, and `backward()` is about to return.
         if not self.prev_layer:
@@ -305,12 +310,6 @@ class Chain(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            # So that the first layer is gathered before the second one. For all others this does
-            # nothing, because they have been prefetched.
-            layer.fetch_params()
-            # Prefetch: this all-gather overlaps the computation of `layer`.
-            for ahead in layer.next_layer:
-                ahead.fetch_params()
             x = layer(x)
         return x
 

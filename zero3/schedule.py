@@ -3,8 +3,8 @@ r"""
 
 A `Schedule` tells a layer which layers come next, and whether to stay full after forward.
 
-To overlap computation, communication has to start early, so somebody has to know which layer
-computes next. Three layers in a chain, 0, 1 and 2, go through a training step like this:
+To overlap computation, communication has to start early, so a layer has to know which one computes
+next. Three layers in a chain, 0, 1 and 2, go through a training step like this:
 
 | computes | gathered meanwhile | freed afterwards |
 |---|---|---|
@@ -16,13 +16,13 @@ computes next. Three layers in a chain, 0, 1 and 2, go through a training step l
 | backward of layer 1 | 0 | 1 |
 | backward of layer 0 | | 0 |
 
-Five all-gathers for three layers, because layer 2 is gathered once:
+These are five all-gathers for three layers, because layer 2 is gathered once. If all layers train:
 
 $$\text{all-gathers} = 2 \cdot \text{layers} - 1$$
 
 **Run this**: `python -m zero3.whole_model` prints such an order for a model that is no chain.
 
-**Not covered, and what that costs**: a layer that is in no chain knows no neighbours, so nothing
+**Not covered, and what that costs**: a layer outside of a chain has no neighbours, so nothing
 overlaps with its all-gathers. `whole_model/units.py` has a schedule that learns the order of any
 model.
 """
@@ -45,7 +45,8 @@ class Schedule:
         ### The layers that compute after this one, in the direction of the pass
 
         In backward the layer gathers them while it computes; in forward `walk` of the chain does.
-        In both directions a layer begins to read their shards, if they rest in files.
+        In both directions a layer that is gathered begins to read their shards, if these rest in
+        files.
         """
         return []
 

@@ -6,7 +6,7 @@ and the norm of its gradient. Read its subclass `Zero3Layer` first.
 
 Take the weights 1, 2, 3 on two ranks, whose shards have the gradients (3, 2) and (4, 0):
 
-| a user | would get | gets |
+| a user | without this file | here |
 |---|---|---|
 | clips by the norm of the shards | 3.61 on one rank, 4 on the other | an error |
 | calls `model.clip_grad_norm_` | | $\sqrt{3.61^2 + 4^2} = 5.39$ on both ranks |
@@ -81,7 +81,7 @@ class Sharded(Trained, Guarded):
     flats: list[FlatParameter]
     watch: Watch
 
-    # What to do about a parameter that is not where somebody looks for it.
+    # The advice in errors about a parameter in the wrong place.
     cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
             "build the optimizer on `get_trainable_chunk()` after wrapping")
     cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
@@ -118,7 +118,7 @@ class Sharded(Trained, Guarded):
         """
         ### Reshard (free)
 
-        Parameters that stayed full would keep their old values.
+        After a step, parameters that stayed full would keep their old values.
         """
         self._cleanup_params()
 
@@ -134,9 +134,9 @@ class Sharded(Trained, Guarded):
         ### This rank's trainable shards
 
         1-D parameters, one for each flat parameter, for this rank's optimizer. An elementwise
-        optimizer does to a shard what it would do to the parameters, with one difference: if others
-        in its flat parameter were used, an unused parameter has a gradient of zero here, and none
-        in plain PyTorch.
+        optimizer does to a shard what it would do to the parameters, with one difference. An unused
+        parameter has a gradient of zero here if others in its flat parameter were used, and none in
+        plain PyTorch.
         """
         return [flat.shard for flat in self.flats if flat.shard.requires_grad and len(flat.shard)]
 
@@ -152,7 +152,7 @@ class Sharded(Trained, Guarded):
         the parameters are freed again: `clone` the values to keep.
         """
         self.reshard()
-        # Into another buffer, so that a view of it stays valid if somebody keeps one.
+        # Into another buffer, so that a view that the caller keeps stays valid.
         with torch.inference_mode(False), torch.no_grad():
             fulls = [torch.empty_like(flat.full) for flat in self.flats]
             pairs = [(full, flat.storage.load())
@@ -167,7 +167,7 @@ class Sharded(Trained, Guarded):
             yield {name: slot.param for slot in self.slots() for name in slot.names}
         except BaseException as error:
             if writeback and not isinstance(error, GeneratorExit):
-                # The other ranks are about to write back, and wait for this one.
+                # The other ranks wait for this one in `_write_back`.
                 self.comm.gather(f"{type(error).__name__}: {error}")
             raise
         else:
@@ -196,7 +196,7 @@ class Sharded(Trained, Guarded):
         """
         #### Shard the values that rank 0 has written
 
-        If a rank is not here with something to shard, all raise `RuntimeError`.
+        If the block has failed on one rank, all raise `RuntimeError`.
         """
         problem = ""
         for flat, full in zip(self.flats, fulls, strict=True):
@@ -205,8 +205,7 @@ class Sharded(Trained, Guarded):
                         "a block that ends without an error, and parameters of the same shape and "
                         "type", problem, "look for the error on that rank; change values only")
         for flat, full in zip(self.flats, fulls, strict=True):
-            self.comm.scatter(flat.storage.load(), full)
-            flat.storage.save()
+            flat.storage.replace(self.comm.scatter(full))
 
     def drop_full_grads(self) -> None:
         """
@@ -224,7 +223,7 @@ class Sharded(Trained, Guarded):
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
-        ### Memory that this layer holds besides its shards and their gradients, for a `Ledger`
+        ### Buffers of this layer, besides its shards and their gradients, for a `Ledger`
         """
         for flat in self.flats:
             yield flat.full
@@ -320,7 +319,7 @@ def communicator(rank: int | None = None,
 
     * `rank`, `world_size` and `mesh` are as for `Zero3Layer`
 
-    Raises `TypeError` if they are no whole numbers, or come with a mesh.
+    Raises `TypeError` if they are not integers, or come with a mesh.
     """
     for number in (rank, world_size):
         expect(number is None or whole(number), "Zero3Layer", "whole numbers for `rank` and "

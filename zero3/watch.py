@@ -24,7 +24,7 @@ is over when both are complete:
 $$\text{gradients of inputs} = \text{inputs that need one} \quad\text{and}\quad
 \text{gradients of parameters} = \text{parameters that need one}$$
 
-Some gradients never come, of a parameter that the loss does not depend on, for instance.
+Some gradients never come, for instance that of a parameter which the loss does not depend on.
 `at_end_of_backward` has the autograd engine call the layer once more at the end of the pass, and
 the layer then finishes the rest.
 
@@ -52,7 +52,7 @@ class Call:
     ## One forward call of a layer
 
     Only hooks refer to it, in the graph and on inputs, and `Watch.entered` while its backward runs.
-    If they are dropped without a backward pass, the call dies with them.
+    If the hooks are dropped without a backward pass, the call is freed with them.
     """
 
     versions: tuple[int, ...]  # how often each shard had been written to
@@ -81,7 +81,7 @@ class Watch:
         self.pending: weakref.WeakSet[Call] = weakref.WeakSet()
         # Calls that this backward pass has reached.
         self.entered: set[Call] = set()
-        # How many gradients of their inputs have not arrived yet.
+        # How many gradients of the inputs of these calls have not arrived yet.
         self.inputs_left = 0
         # Names of the parameters whose gradients this backward pass has brought.
         self.arrived: set[tuple[str, ...]] = set()
@@ -98,12 +98,12 @@ class Watch:
 
     def _input(self, call: Call, value: Any) -> Any:
         """
-        #### Have an input say when its gradient is complete
+        #### Register a hook that runs when the gradient of an input is complete
 
         The module gets a view of the tensor. The view's gradient is complete once *this layer* has
         added its part. The gradient of the tensor itself also waits for all other users of the
         tensor. A tensor inside a container is not replaced, because the container belongs to the
-        caller. Then the layer stays full until all users have contributed.
+        caller. For such a tensor the layer stays full until all users have contributed.
         """
         if isinstance(value, torch.Tensor) and value.requires_grad:
             value = value.view_as(value)
@@ -152,7 +152,7 @@ class Watch:
         ### The backward pass is over
 
         `settle` calls it, also after an exception. Otherwise the next pass would wait for gradients
-        of inputs that this one did not bring.
+        of inputs that never came in this one.
         """
         self.entered.clear()
         self.inputs_left = 0
@@ -160,7 +160,7 @@ class Watch:
 
 def at_end_of_backward(settle: Callable[[bool], None]) -> None:
     """
-    ## Have a function called at the end of the backward pass that is running
+    ## Call a function at the end of the backward pass that is running
 
     * `settle(raised)` gets whether the pass ended with an exception
     """
@@ -187,8 +187,7 @@ def tensors_in(value: Any, look_inside: bool = True) -> Iterator[torch.Tensor]:
     """
     ## Every tensor in a nest of tuples, lists, dicts, dataclasses and attributes of modules
 
-    * `look_inside` says that objects of other classes are searched too: their attributes, but not
-      the objects in these
+    * `look_inside` says that the attributes of other objects are searched too, one level deep
     """
     if isinstance(value, torch.Tensor):
         yield value

@@ -568,7 +568,7 @@ def left_alone(file):
     said = [message(does) for does in (
         lambda: Zero3Layer(nn.Linear(4, 4)), lambda: comm.agree(layer, "", "", "", ""),
         lambda: comm.broadcast([torch.ones(2)]), lambda: comm.broadcast([torch.eye(2).to_sparse()]),
-        lambda: comm.scatter(torch.ones(2), torch.ones(4)))]
+        lambda: comm.scatter(torch.ones(4)))]
     Path(file).write_text(json.dumps(said))
 
 

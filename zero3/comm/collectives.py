@@ -1,11 +1,11 @@
 r"""
 # The communicator
 
-`Communicator` sends tensors between ranks: it starts a collective and returns, counts its bytes,
-and makes sure that all ranks do the same. `Transfer` is a collective in flight.
+`Communicator` starts collectives between ranks, counts their bytes, and makes sure that all ranks
+start the same one. `Transfer` is a collective in flight.
 
-A training step has three kinds of communication. These are the three weights of `minimal.py`;
-gradients are divided by the number of ranks already, so their sums are means:
+A training step has three kinds of communication. The table has the three weights of `minimal.py`
+and a zero of padding. Gradients are divided by the number of ranks already, so sums are means:
 
 | | collective | rank 0 has | rank 1 has | rank 0 gets | rank 1 gets |
 |---|---|---|---|---|---|
@@ -19,42 +19,47 @@ The first two collectives start early and are waited for late, so that they over
 norm is waited for at once.
 
 **Collectives and messages.** On GPUs we call NCCL's collectives. On the CPU a rank sends one
-message to each other rank by gloo, and receives one from each. gloo's own reduce-scatter sends
-twice as much, so a step would send $4\Psi$ instead of $3\Psi$. `by_messages` tells the two apart.
+message to each other rank by gloo, and receives one from each (`by_messages`). gloo's own
+reduce-scatter sends twice the bytes, so a step of a model with $\Psi$ parameters would send
+$4\Psi$ instead of $3\Psi$.
 
-Each rank sends $N-1$ times the bytes of a shard:
+With $N$ ranks, a rank sends its shard of a layer with $P_\ell$ elements to the $N-1$ others:
 
 $$\text{bytes per rank} = (N-1)\left\lceil \frac{P_\ell}{N} \right\rceil
 \cdot \text{bytes of an element}$$
 
 **Streams.** On an accelerator three streams run beside each other. The *compute stream* is the one
 that the caller uses. The *fetch stream* copies this rank's shard into the flat parameter and starts
-the all-gather. The *backup stream* starts the reduce-scatter, and copies its result to CPU memory.
-NCCL adds one of its own. If one stream uses something that another one wrote, it waits for an
-event:
+the all-gather. The *backup stream* starts the reduce-scatter, and copies its result to CPU memory
+(see `reducer.py`). NCCL adds a stream of its own, on which the collectives of a group run one after
+the other. If one stream uses something that another one wrote, it waits for an event:
 
 | who | waits for | because |
 |---|---|---|
-| fetch, before a gather | compute, as far as it is queued | the optimizer wrote the shard there |
+| fetch, before a gather | compute, as far as it is queued | the optimizer wrote the shard on it |
+| NCCL, before a collective | the stream that starts it | it reads what that stream wrote |
 | compute, before a layer | the copy and the gather of *this* layer | it reads the parameters |
-| backup, before a reduce | compute, as far as it is queued | backward wrote the gradients there |
+| backup, before a reduce | compute, as far as it is queued | backward wrote the gradients on it |
+| backup, at the next reduce | this reduce | it adds or copies the sums |
 | compute, at the next reduce | the sums of this one | the optimizer reads them |
 | backup, before it sends sums on | compute, as far as it is queued | compute has waited for them |
-| the host, at the wait for a gather | the copy from CPU memory | it may write there next |
-| the host, at the next reduce | the copy to CPU memory | it reads the sums there |
+| the host, at the wait for a gather | the copy from CPU memory | it may write to that memory next |
+| the host, at the reduce after the next | the copy to CPU memory | it reads the sums there |
 
 The first row keeps the overlap: a gather is queued before the computation that it overlaps, so it
 waits for earlier layers only. The second row says *this* layer: compute waits for the layer's own
-collective, and for an event right after the layer's own copy. Otherwise no copy would ever overlap
-computation.
+collective, and for an event right after the layer's own copy. If it waited for all of the fetch
+stream, it would also wait for the next layer's copy.
 
 **The same on all ranks.** Before its data, each rank announces what it is about to send, and
-`guards/diverged.py` compares the announcements.
+`guards/diverged.py` compares the announcements: on the CPU the host does it, and on an accelerator
+the device, so that the host need not wait.
 
 **Run this**: `make bench ARGS=--comm` compares the messages used here with gloo's collectives.
 
-**Not covered, and what that costs**: on an accelerator we count the bytes that the collective
-needs, and NCCL may send more.
+**Not covered, and what that costs**: on an accelerator we count what a ring sends, and NCCL may
+choose another way. Shards are longer by a few elements there, because they begin at multiples of 16
+bytes.
 """
 
 from __future__ import annotations
@@ -76,14 +81,14 @@ from zero3.guards.moments import ACTIONS, ALONE, guards
 from zero3.guards.options import expect
 from zero3.in_flight import in_flight
 
-# torch 2.13 renames these two; 2.11 has only the old names.
+# torch 2.13 has new names for these two, and 2.11 has only the old ones.
 _NEW = hasattr(dist, "all_gather_single")
 all_gather_single = getattr(dist, "all_gather_single" if _NEW else "all_gather_into_tensor")
 reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_scatter_tensor")
 all_reduce = dist.all_reduce
 all_to_all_single = dist.all_to_all_single
 
-# Flat buffers, each with a shard or a receive buffer.
+# (flat buffer, shard) for a gather; (gradient, receive buffer) for a reduce.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 # On an accelerator parameters and shards begin at multiples of this many bytes, because one thread
 # loads as much at once.
@@ -99,8 +104,7 @@ class Communicator(Peers):
     r"""
     ## A group of ranks, and the collectives between them
 
-    On the CPU a thread of gloo's carries the messages while this one computes, and streams do
-    nothing.
+    On the CPU gloo's threads send and receive while this one computes, and streams do nothing.
     """
 
     def __init__(self, groups: tuple[Group, ...] = (), ranks: tuple[int, ...] = ()):
@@ -116,9 +120,9 @@ class Communicator(Peers):
         self.labels: dict[int, str] = {}
         # The reason why nothing can be sent any more.
         self.broken = ""
-        # The rank that has announced a fault, if one has.
+        # The rank that has announced a fault, if one has (see `guards/diverged.py`).
         self.failed: int | None = None
-        # The transfers of which some steps have not started.
+        # The transfers of which some steps have not started (see `links.py`).
         self.unfinished: dict[Transfer, None] = {}
         # The number of the model, on which the ranks agreed when they met to shard.
         self.met = 0
@@ -131,15 +135,15 @@ class Communicator(Peers):
         """
         ### All-gather: start to gather each shard into its flat parameter
 
-        * `pairs` are of a buffer, `(world_size * shard_numel,)`, to allocate and fill, and a shard,
-          `(shard_numel,)`, on the same device or in CPU memory
+        * each of `pairs` is a buffer, `(world_size * shard_numel,)`, to allocate and fill, and the
+          shard for it, `(shard_numel,)`, on the same device or in CPU memory
         * `exact` forbids an encoding that changes values. This communicator has none (see
           `links.py`)
 
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
-        # The fetch stream waits for the compute stream: the optimizer wrote the shards there, and
-        # the memory that is allocated now had its last reader there.
+        # The fetch stream waits for the compute stream, which wrote the shards, and was the last to
+        # read the memory that is allocated now.
         with self.on(self.fetch_stream):
             transfer = self.begin([self.group], [sender], "gather", pairs)
             for full, shard in pairs:
@@ -147,8 +151,8 @@ class Communicator(Peers):
                 # Allocate it. Nothing happens if it has its memory already.
                 in_flight.resize(full, full.nbytes)
                 rows = self.rows(full)  # (world_size, shard_numel)
-                # Send it from its row, so that the buffer that an offloaded shard was read into is
-                # free again.
+                # Copy the shard into its row and send the row, so that the buffer that an offloaded
+                # shard was read into is free again.
                 mine = rows[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 transfer.from_cpu |= shard.device != full.device
@@ -163,8 +167,8 @@ class Communicator(Peers):
         ### Reduce-scatter: start to sum each flat gradient over the ranks
 
         * `senders` are the layers that the gradients belong to
-        * `pairs` are of a gradient, `(world_size * shard_numel,)`, and any buffer, whose storage
-          receives the rows of the other ranks on the CPU
+        * each of `pairs` is a gradient, `(world_size * shard_numel,)`, and a buffer that nobody
+          uses now, the freed flat parameter; on the CPU its storage receives the other ranks' rows
 
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
@@ -176,7 +180,7 @@ class Communicator(Peers):
                     continue
                 parts = grad.view(self.group.size, -1)
                 mine = parts[self.group.rank]
-                # NCCL's sum replaces this rank's own part.
+                # NCCL writes the sum over this rank's own part.
                 received = mine
                 if self.by_messages:
                     # The other ranks' parts arrive here, and `total` adds them.
@@ -235,9 +239,9 @@ class Communicator(Peers):
         * `mine` are this rank's, `(n,)`
         * `options` are the same on all ranks, or the wait raises an error
 
-        All ranks must call it, with as many. A rank sends $N-1$ times their bytes, and with
-        replicas $R N-1$ times. Returns every rank's, `(divisor, n)`; the first `world_size` rows
-        are of the first replica.
+        All ranks must call it, with as many numbers. A rank sends $N-1$ times their bytes, and with
+        $R$ replicas $R N-1$ times. Returns every rank's, `(divisor, n)`; the first `world_size`
+        rows are of the first replica.
         """
         rows = mine
         for group in self.groups:
@@ -253,8 +257,8 @@ class Communicator(Peers):
         * `mine` are this stage's, `(n,)`
         * `options` are as for `numbers`
 
-        All ranks must call it, with as many. Returns `(stages, n)`. Without a pipeline there is one
-        stage, and nothing is sent.
+        All ranks must call it, with as many numbers. Returns `(stages, n)`. Without a pipeline
+        there is one stage, and nothing is sent.
         """
         if self.stages.size == 1:
             return mine[None]
@@ -288,9 +292,9 @@ class Communicator(Peers):
 
         * `receive` is `(size, n)`; for a reduce on an accelerator `(n,)`
         * `send` is `(size, n)`; or `(n,)`, if each rank gets the same row
-        * `collective` of torch's does the same on an accelerator
+        * `collective` is torch's function, which is called instead on an accelerator
 
-        Each rank begins with its right-hand neighbour, or all would queue at rank 0.
+        Each rank begins with its right-hand neighbour. Otherwise all would send to rank 0 first.
         """
         if group.size == 1 or not send.numel():
             return
@@ -332,7 +336,7 @@ class Communicator(Peers):
 
     def aligned(self, numel: int, dtype: torch.dtype) -> int:
         """
-        ### The next number of elements after which another tensor may begin
+        ### Round a number of elements up to where another tensor may begin
 
         On an accelerator the next number for three fp32 elements is four, which is 16 bytes. On the
         CPU it is three.
@@ -356,14 +360,14 @@ class Communicator(Peers):
         """
         ### Announce what this rank is about to send
 
-        32 bytes to each other rank of these groups, ahead of the data and without waiting.
+        It sends 32 bytes to each other rank of these groups, ahead of the data.
 
-        Raises `RuntimeError` if the ranks are lost to each other since an error: what is sent now
-        would meet what was sent then.
+        Raises `RuntimeError` after an earlier error, because the other ranks would take what is
+        sent now for what they still expected then.
         """
         if self.broken and action != "fault":
             raise RuntimeError(self.broken)
-        # Each stage of a pipeline has other layers.
+        # The stages of a pipeline have different layers, so they name none.
         of_stages = groups == [self.stages]
         numbers = [ALONE if of_stages else sender.layer_idx for sender in senders]
         # The checksum tells two buckets apart that begin with the same layer and are as large. The
@@ -399,8 +403,8 @@ class Communicator(Peers):
 
         * `what`, `expected`, `got` and `cure` are as for `expect`
 
-        Raises `RuntimeError`, here and in every later wait for a transfer. This rank does not begin
-        the next transfer, and the other ranks raise one when they wait for it.
+        Raises `RuntimeError`, here and in every later wait for a transfer. This rank begins no
+        other transfer, and the other ranks raise an error when they wait for this one.
         """
         try:
             expect(False, f"rank {self.global_rank}: {sender.label} {what}", expected, got, cure,
@@ -458,7 +462,7 @@ class Communicator(Peers):
 
     def use(self, at: torch.device) -> None:
         """
-        ### Send what is on this device, and make the streams
+        ### Choose messages or collectives for a device, and take its streams
         """
         self.by_messages = at.type == "cpu"
         self.align_bytes = 1 if at.type == "cpu" else ALIGN_BYTES
@@ -482,13 +486,13 @@ class Communicator(Peers):
                    f"a shard of {shard.dtype} on {shard.device}",
                    "convert or move the module before wrapping it, not after", RuntimeError)
 
-    def scatter(self, shard: torch.Tensor, full: torch.Tensor) -> None:
+    def scatter(self, full: torch.Tensor) -> torch.Tensor:
         """
-        ### Give each rank its part of the first rank's buffer
+        ### This rank's part of the first rank's buffer: `(shard_numel,)`, memory of its own
 
-        * `shard` is `(shard_numel,)` to write, anywhere; `full` is `(world_size * shard_numel,)`
+        * `full` is `(world_size * shard_numel,)`
 
-        All ranks must call it, and wait.
+        All ranks must call it. It waits.
         """
         part = full
         for group in self.sharers:
@@ -500,11 +504,11 @@ class Communicator(Peers):
                 group.together("first values", dist.scatter, _bytes(part),
                                parts if group.rank == 0 else None, group_src=0)
         self._broadcast(self.replicas, part)
-        shard.copy_(part)
+        return part.clone() if part is full else part
 
     def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """
-        ### Give each rank the first rank's tensors; all ranks must call it, and wait
+        ### Give each rank the first rank's tensors, and wait; all ranks must call it
         """
         for tensor in tensors:
             for group in self.groups:
@@ -539,13 +543,14 @@ class Transfer(Counted):
     sender: Sender
     action: str  # one of `ACTIONS`
     pairs: Pairs
-    # An event on the stream: after the copies of a gather, or after the sums of a reduce.
+    # On the fetch stream after this rank's copies, or on the backup stream after the sums.
     done: torch.Event
     row: tuple[int, ...]  # what this rank has announced: layer, action, bytes, mark
-    options: str  # what has to be the same on all ranks besides, in words
-    # Adds what has been received, for each pair; a gather has nothing to add.
+    options: str  # what else has to be the same on all ranks, in words
+    # Returns this rank's part of the sum for a pair; a gather sums nothing.
     add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    # Later steps, each begun when the one before has arrived. The last one sends nothing.
+    # Later steps (see `links.py`), each begun when the one before has arrived. The last one sends
+    # nothing.
     later: list[Callable[[], None]] = field(default_factory=list)
     # Memory that is in flight besides the pairs.
     buffers: list[torch.Tensor] = field(default_factory=list)
@@ -554,7 +559,7 @@ class Transfer(Counted):
     orders: list[tuple[Group, torch.Tensor]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
     announced: int = 0  # how many of the works, the first ones, are announcements
-    landed: int = 0  # how many the next step need not wait for any more
+    landed: int = 0  # how many the next step need not wait for
 
     def wait(self) -> list[torch.Tensor]:
         """
@@ -588,7 +593,8 @@ class Transfer(Counted):
         """
         totals: list[torch.Tensor] = []
         if self.add:
-            # The backup stream adds, because it may copy the sums on to CPU memory.
+            # The backup stream adds, or copies what NCCL has added, because it may copy the sums on
+            # to CPU memory.
             with self.comm.on(self.comm.backup_stream):
                 self._arrive()
                 totals = [self.add(*pair) for pair in self.pairs]
@@ -605,7 +611,7 @@ class Transfer(Counted):
     @contextmanager
     def starting(self, *tensors: torch.Tensor) -> Iterator[list[Any]]:
         """
-        ### Start something that uses these tensors, and append its work to the list
+        ### Inside of this, start something that uses these tensors, and append its work to the list
 
         Raises `RuntimeError` if the connection is gone.
         """
@@ -627,8 +633,8 @@ class Transfer(Counted):
         """
         ### Count what goes to each other rank of a group
 
-        * `in_ring` says that a collective sends everything to the next rank, as NCCL's do; messages
-          go to each rank directly
+        * `in_ring` says that all bytes go to the next rank, as in NCCL's ring; messages go to each
+          rank directly
         """
         if not nbytes:
             return
@@ -642,8 +648,8 @@ class Transfer(Counted):
         """
         ### The tag of its next messages
 
-        It is made of the layer, the action and the size. So a message only matches such a transfer
-        on the other rank, and those come in order.
+        It is made of the announcement and the number of works. So only messages of equal transfers
+        match, and gloo keeps the order of these.
         """
         name = f"{self.row} {len(self.works)}".encode()
         return _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30)
@@ -671,7 +677,7 @@ class Transfer(Counted):
 
     def _give_up(self, problem: str) -> None:
         """
-        #### Send nothing new, and tell the ranks that share another group with this one
+        #### Send nothing new, and tell this rank's other groups
 
         All ranks of the transfer's own group have found the problem themselves.
         """
@@ -695,7 +701,8 @@ class Transfer(Counted):
         """
         #### Wait for messages no longer than the group says, and have a stream wait for collectives
 
-        Without a limit a message of gloo's waits as long as its process group, half an hour.
+        Without a limit gloo waits as long as it was told when the group was made: half an hour, if
+        a mesh made it (see `mesh.py`).
         """
         for work in works:
             if self.comm.by_messages:
@@ -715,12 +722,14 @@ class Transfer(Counted):
         return (f"{self.where}: the other ranks are lost. Expected: their part of a {self.action}"
                 f"{group.within(error)}. Got: {error}. What to do: {group.advice(error)}")
 
+
 @functools.lru_cache(4096)
 def announced(row: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """
     ## An announcement in the device's memory: `(4,)` int64
 
-    The host waits while it copies the numbers to the device. Most of them come again in each step.
+    The host waits while it copies the numbers to the device. Most of them come again in each step,
+    so they are kept.
     """
     return torch.tensor(row, device=device)
 
@@ -730,11 +739,12 @@ def streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     """
     ## The fetch stream and the backup stream of a device
 
-    All communicators share them: the allocator keeps freed memory for the stream that took it. The
-    priority is high, so that the small copies around a collective go ahead of large kernels.
+    All communicators share them, because the allocator gives freed memory only to the stream that
+    took it. The priority is high, so that the small copies around a collective go ahead of large
+    kernels.
     """
     backend = torch.get_device_module(device)
-    # On the CPU torch's stand-in does nothing, and is on no device.
+    # The CPU's streams do nothing, and take no device.
     options = {} if device.type == "cpu" else {"device": device, "priority": -1}
     return backend.Stream(**options), backend.Stream(**options)
 
@@ -752,9 +762,9 @@ def sum_of(group: Group,
            mine: torch.Tensor,
            received: torch.Tensor) -> torch.Tensor:
     """
-    #### The sum over a group, `(n,)`: this rank's row and those that the others have sent
+    ## The sum over a group, `(n,)`: this rank's row and those that the others have sent
 
-    * `received` is `(size, n)`; its row of this rank is empty
+    * `received` is `(size, n)`; this rank's row is not read
     """
     rows = [mine if k == group.rank else row for k, row in enumerate(received)]
     total = rows[0] + rows[1]
@@ -765,7 +775,7 @@ def sum_of(group: Group,
 
 def as_receive_buffer(buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """
-    #### The storage of a buffer, as a tensor of this gradient's length and data type
+    ## The storage of a buffer, as a tensor of this gradient's length and data type
     """
     in_flight.resize(buffer, grad.nbytes)
     return grad.new_empty(0).set_(buffer.untyped_storage(), 0, grad.shape, (1,))

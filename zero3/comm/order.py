@@ -14,14 +14,15 @@ its part of the next collective. So all ranks exchange what they found:
 | raises | an error that names rank 1 | the same error |
 
 These objects are pickled, so this serves while a model is wrapped, saved or loaded. A training step
-exchanges numbers, in `collectives.py`. With $N$ ranks and objects of $b$ bytes a rank sends
+exchanges numbers, in `collectives.py`. With $N$ ranks, and objects that take $b$ bytes at most, a
+rank sends
 
 $$(N-1)\, b \quad \text{bytes}$$
 
 **Run this**: `python -m pytest tests/comm/test_groups.py -k a_communicator_has`.
 
-**Not covered, and what that costs**: a rank that has ended or was stopped. The others wait for it
-until the time-out of the process group.
+**Not covered, and what that costs**: a rank that was stopped. The others wait for it until the
+time-out of the process group. With gloo they notice at once that a rank has ended.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-# Import it before there is a process group, or its functions keep a handle of it as a default.
+# Import this now: after `init_process_group` its functions would keep the process group alive, as a
+# default argument.
 import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_timeout
 
@@ -55,10 +57,10 @@ class Group:
 
     ranks: tuple[int, ...]  # their global ranks
     rank: int  # this rank's place in `ranks`
-    # torch's handle; without one, the group is torch's own, of all ranks. Weakly, because gloo
-    # keeps its threads while somebody has a handle.
+    # torch's process group; `None` stands for that of all ranks. Weakly, because a reference keeps
+    # gloo's threads alive.
     handle: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False)
-    # Whether its ranks have parts of the same layers (see `parts.py`).
+    # Whether each rank has a part of every weight, for tensor parallelism (see `parts.py`).
     same_layers: bool = False
 
     @property
@@ -111,13 +113,13 @@ class Group:
         """
         ### Call a blocking collective of torch's, and explain the error if another rank does not
 
-        * `what` the other ranks have to send, in words
+        * `what` names in words what the other ranks have to send
 
         All ranks must call it. Raises `RuntimeError`.
         """
         try:
             collective(*args, group=self.process_group, **kwargs)
-        # torch raises the latter for a process group that is gone.
+        # torch raises `ValueError` for a process group that is gone.
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(
                 f"rank {self.global_rank}: another rank has ended, or does something else. "
@@ -223,16 +225,16 @@ class Peers:
         """
         ### Join the ranks
 
-        * `groups` has the ranks that share shards; then, if there are any, those to exchange sums
-          with; left out, all ranks of the process group share them
+        * `groups` has the group that shares shards; then, if there is one, the group to exchange
+          sums with; left out, all ranks of the process group share shards
         * `ranks` are the global ranks of the whole model; left out, those of the first group
         """
         self.groups = groups or (all_ranks(),)
         self.group = self.groups[0]
         self.replicas = self.group.only_this()
-        # The ranks that have other layers of the same model, the stages of a pipeline.
+        # The ranks with the rest of the model: the stages of a pipeline, or other parts of weights.
         self.stages = self.group.only_this()
-        # Which part of each flat parameter is this rank's, and of how many.
+        # This rank has part `rank` of `world_size` of each flat parameter.
         self.rank = self.group.rank
         self.world_size = self.group.size
         # The mean gradient is the sum divided by this.
@@ -243,7 +245,7 @@ class Peers:
     @property
     def is_first(self) -> bool:
         """
-        ### Whether this is the first of the ranks, which writes what is written once
+        ### Whether this is the first rank, which writes whatever one rank alone has to write
         """
         return self.global_rank == self.ranks[0]
 

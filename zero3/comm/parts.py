@@ -3,11 +3,10 @@ r"""
 
 A `WeightPart` says which elements of a weight a rank has, if ranks split the weight between them.
 
-Take a weight of two rows and four columns, on two ranks:
+Take a weight with the rows 0 1 2 3 and 4 5 6 7, on two ranks:
 
 | | rank 0 | rank 1 |
 |---|---|---|
-| the weight | 0 1 2 3 | 4 5 6 7 |
 | split by rows | 0 1 2 3 | 4 5 6 7 |
 | split by columns | 0 1 and 4 5 | 2 3 and 6 7 |
 | split by columns, in two blocks | 0 2 and 4 6 | 1 3 and 5 7 |
@@ -79,14 +78,16 @@ class WeightPart:
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """
-        ### This part of a weight or of some of its rows, a copy in one dimension
+        ### This part of a weight, or of some rows of its box: a copy in one dimension
         """
         box = whole.reshape(-1, self.size, self.width)
-        return box[:, self.begin : self.end].flatten().clone()
+        return box[:, self.begin : self.end].clone().flatten()
 
     def holds(self, at: torch.Tensor) -> torch.Tensor:
         """
-        ### Which of these elements of the whole weight, counted row by row, are in this part
+        ### Which of these elements are in this part
+
+        * `at` counts them row by row in the whole weight
         """
         column = at // self.width % self.size
         return (self.begin <= column) & (column < self.end)
@@ -156,10 +157,10 @@ def connect(model: nn.Module) -> None:
     """
     ## Tell the layers of a sharded model who has the other parts of its weights
 
-    All ranks must call it (all-gather of the ranks, the first time).
+    All ranks must call it. The first call all-gathers the ranks' numbers.
 
-    Raises `RuntimeError` if the model is sharded over ranks that have other parts of it, if it is a
-    pipeline, or a single layer.
+    Raises `RuntimeError` if the model is sharded over ranks that have other parts of it, if it has
+    stages of a pipeline, or if it is a single layer in no chain.
     """
     modules = [*model.modules()]
     lines = {vars(module)["line"] for module in modules if "line" in vars(module)}
@@ -195,7 +196,7 @@ def _counted(layer: Guarded, flat: FlatParameter) -> list[slice]:
     """
     #### The ranges of a shard that count in the norm of the whole model
 
-    Of biases and norms that all ranks have whole, those of the first rank count.
+    All ranks have whole biases and norms. Those of the first rank count.
     """
     first = layer.comm.rank * len(flat.shard)
     shard = slice(first, first + len(flat.shard))

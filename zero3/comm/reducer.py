@@ -61,13 +61,13 @@ class Reducer:
 
     def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
         """
-        ### Return true if nothing is to be sent now, else finish the reduce in flight
+        ### Finish the reduce in flight; or return true, if nothing is to be sent now
 
         * `pairs` are as for `Communicator.reduce_scatter`
 
         Nothing is to be sent if these gradients are in flight already, or if a bucket holds them.
         """
-        # `settle` offers all gradients once more.
+        # At the end of the pass `settle` offers the gradients of every layer once more.
         if layer in self.layers:
             return True
         self.land()
@@ -127,9 +127,10 @@ class Reducer:
 
     def end(self) -> None:
         """
-        ### Finish everything: all gradients are where they rest
+        ### Finish everything: then all gradients are where they rest
 
-        The last layer to settle calls it before `backward()` returns.
+        The last layer to settle calls it before `backward()` returns. So does the optimizer, after
+        it has reduced what was held back.
         """
         self.land()
         self.end_exchange()
@@ -138,21 +139,22 @@ class Reducer:
 
     def drop(self, layer: Reducible) -> None:
         """
-        ### Forget a layer's gradients after an error, or finish their reduce if it is in flight
+        ### A layer forgets its gradients after an error: finish their reduce if it is in flight
         """
         self.finish(layer)
 
     def deliver(self, total: torch.Tensor, sink: GradientSink, names: Names) -> None:
         """
-        ### Bring a reduced gradient to the place where it rests
+        ### Hand a reduced gradient to its sink
 
         * `total` is `(shard_numel,)`, on the device
         * `names` are the parameters that have contributed to it on this rank
 
-        From an accelerator to CPU memory the backup stream copies it, while the layers below go
-        backward. The sink gets it when the next gradient leaves, or at the end of the pass.
+        From an accelerator to CPU memory the backup stream copies it. The copy starts when the
+        layer below has gone backward, and overlaps those below that one. The sink gets it when the
+        next copy starts, or at the end of the pass.
 
-        With an exchange this is called twice: when it has started, and when it has ended.
+        If an exchange starts, `end_exchange` calls this again when it has ended.
         """
         if self.exchange is not None:
             # The layer forgets the names, so keep a list.
@@ -211,7 +213,7 @@ class _Leaving(NamedTuple):
 
     # On the device. Keep it, or its memory would be used again during the copy.
     total: torch.Tensor
-    arriving: torch.Tensor  # as long, in pinned memory
+    arriving: torch.Tensor  # (shard_numel,), pinned CPU memory
     copied: torch.Event  # the event after the copy
     sink: GradientSink  # gets `arriving`
     names: list[tuple[str, ...]]  # of the parameters that have contributed
