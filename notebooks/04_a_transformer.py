@@ -184,7 +184,7 @@ assert sent == predicted.sent_bytes
 
 # %% [markdown]
 # Backward begins with the layer that forward ended with. So the last layer [stays
-# full](../zero3/layer.py#reshard-unless-the-schedule-says-that-the-layer-is-needed-again-at-once),
+# full](../zero3/layer.py#reshard-unless-the-schedule-says-that-backward-needs-the-layer-at-once),
 # which saves its second all-gather.
 #
 # ## The order of events

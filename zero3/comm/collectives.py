@@ -762,7 +762,7 @@ def sum_of(group: Group,
            mine: torch.Tensor,
            received: torch.Tensor) -> torch.Tensor:
     """
-    ## The sum over a group, `(n,)`: this rank's row and those that the others have sent
+    #### The sum over a group, `(n,)`: this rank's row and those that the others have sent
 
     * `received` is `(size, n)`; this rank's row is not read
     """
@@ -775,7 +775,7 @@ def sum_of(group: Group,
 
 def as_receive_buffer(buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """
-    ## The storage of a buffer, as a tensor of this gradient's length and data type
+    #### The storage of a buffer, as a tensor of this gradient's length and data type
     """
     in_flight.resize(buffer, grad.nbytes)
     return grad.new_empty(0).set_(buffer.untyped_storage(), 0, grad.shape, (1,))
