@@ -251,13 +251,13 @@ def test_ranks_with_some_of_the_positions_train_the_weights_of_the_plain_model(w
     and activations that are computed again in backward.
     Breaks if the gradients of norms or of these biases are not summed, or if a rank draws a mask
     for its own positions alone.
-    Proves I1, `tensor_parallel`, `Stream`, `Stream.begin`, `Stream.along`, `Stream.prepare`,
-    `Stream.inside`, `SequenceBorder`, `SequenceBorder.states`, `SequenceBorder.enter`,
+    Proves I1, `tensor_parallel`, `Stream`, `Stream.begin`, `Stream.along`, `Stream.inside`,
+    `SequenceBorder`, `SequenceBorder.states`, `SequenceBorder.enter`,
     `SequenceBorder.leave`, `SequenceBorder.weight`, `SequenceBorder.sizes`, `SequenceBorder.own`,
     `SequenceBorder.gathered`, `SequenceBorder.summed`, `SequenceBorder.begin`,
     `SequenceBorder.end`, `InStream`, `StreamBegin`, `StreamEnd`, `SummedWeights`,
     `PartialDropout`, `PartialDropout.forward`, `exchanged`, `own_class`, `become`,
-    `Line.reduce_scatter`, `Line.border_of`.
+    `Line.reduce_scatter`.
     """
     for worst in run(sequence_alone, 2, which, more, length):
         assert worst < 1, worst

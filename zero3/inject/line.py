@@ -43,7 +43,7 @@ from zero3.comm.collectives import (
     reduce_scatter_single,
 )
 from zero3.comm.order import Counted, Group
-from zero3.comm.parts import WeightPart, connect
+from zero3.comm.parts import WeightPart
 from zero3.guards.options import expect, same
 from zero3.optimizer.steps import before_steps
 from zero3.sharded import ShardedModel
@@ -69,14 +69,13 @@ class Line:
         self.place = group.rank
         self.sequence = sequence
         self.comm = Communicator((self.group,))
-        # The sharded model, once there is one: `connect` sets it.
+        # The sharded model, once there is one: `connect` of `comm/parts.py` sets it.
         self.model: ShardedModel | None = None
         self.compared = False
         # By a parameter, as long as it lives: the one that replaced it.
         self.twins = WeakTensorKeyDictionary()
         self.patterns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of split modules
         self.border = Border(self)
-        self.borders: WeakKeyDictionary[nn.Module, Border] = WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict) -> "Line":
         # A copy of a model is split over the same ranks.
@@ -163,18 +162,6 @@ class Line:
             sent = Counted(sent_bytes=sent_bytes, messages=1)
             self.model.listener.record(self, event, nbytes, sent)
 
-    def connect(self, model: nn.Module) -> None:
-        """
-        ### Tell the layers of a sharded model who has the other parts of its weights
-        """
-        connect(model)
-
-    def border_of(self, module: nn.Module) -> "Border":
-        """
-        ### What is exchanged where the split layers of a module begin and end
-        """
-        return self.borders.get(module, self.border)
-
     def prepare(self, model: nn.Module, classes: dict[nn.Module, Any]) -> None:
         """
         ### Give all ranks the first one's values, if their models are alike
@@ -182,7 +169,8 @@ class Line:
         * `classes` are those that split modules will have
 
         All ranks must call it (all-gather of names, broadcast of values). Raises `ValueError` if a
-        weight is also used by a module that is not split, and on all ranks if the models differ.
+        weight is also used by a module that is not split, if a stream cannot be split, and on all
+        ranks if the models differ.
         """
         patterns = {module: options.pattern for module, options in classes.items()}
         _check_ties(model, patterns)
@@ -194,7 +182,10 @@ class Line:
                "a model with a known stream", f"none in this {type(model).__name__}",
                "leave `sequence` out, or pass a pattern with a `stream`")
         for module, stream in streams.items():
-            stream.prepare(module, self)
+            problem = next(stream.problems(module, patterns), "")
+            expect(not problem, "tensor_parallel: `sequence=True`", "modules that treat each "
+                   f"position by itself in `{type(module).__name__}`", problem,
+                   "leave `sequence` out")
         tensors = [*model.named_parameters(), *model.named_buffers()]
         told = {f"`{name}`": (tuple(t.shape), t.dtype)
                 for name, t in tensors}

@@ -128,31 +128,21 @@ class Stream:
             if "forward" in vars(each):
                 yield f"its {kind.__name__} has a `forward` of its own"
 
-    def prepare(self, module: nn.Module, line: Line) -> None:
-        """
-        ### Note which modules compute with some of the positions only
-
-        Raises `ValueError` if the stream cannot be split.
-        """
-        problem = next(self.problems(module, line.patterns), "")
-        expect(not problem, "tensor_parallel: `sequence=True`", "modules that treat each position "
-               f"by itself in `{type(module).__name__}`", problem, "leave `sequence` out")
-        border = SequenceBorder(line, self.dim)
-        line.borders.update(dict.fromkeys(self.inside(module, line.patterns), border))
-
     def begin(self, module: nn.Module, line: Line) -> None:
         """
-        ### Give the modules of the stream their new classes
+        ### Give the modules of the stream their new classes, and the split ones their border
         """
-        along = self.along(module)
-        border = line.border_of(along[0])
+        border = SequenceBorder(line, self.dim)
         for each in dict.fromkeys(self.inside(module, line.patterns)):
             names = tuple(name for name, p in each._parameters.items()
                           if p is not None)
-            if isinstance(each, nn.Dropout):
+            if each in line.patterns:
+                vars(each)["border"] = border
+            elif isinstance(each, nn.Dropout):
                 become(each, PartialDropout, border=border, dim=self.dim)
-            elif names and each not in line.patterns:
+            elif names:
                 become(each, SummedWeights, border=border, names=names)
+        along = self.along(module)
         become(along[0], StreamBegin, border=border)
         become(along[-1], StreamEnd, border=border)
 

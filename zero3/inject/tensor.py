@@ -150,7 +150,8 @@ class Split(Replacement):
     def begin(self) -> None:
         if self.pattern.stream:
             self.pattern.stream.begin(self, self.line)
-        self.border = self.line.border_of(self)
+        # The stream that it is in has set another one.
+        self.border = vars(self).get("border", self.line.border)
         parts = [*self.pattern.parts(self)]
         # Of the numbers that are divided.
         self.whole_values = {name: value for name in self.pattern.divided
