@@ -256,7 +256,7 @@ def test_ranks_with_some_of_the_positions_train_the_weights_of_the_plain_model(w
     `SequenceBorder.leave`, `SequenceBorder.weight`, `SequenceBorder.sizes`, `SequenceBorder.own`,
     `SequenceBorder.gathered`, `SequenceBorder.summed`, `SequenceBorder.begin`,
     `SequenceBorder.end`, `InStream`, `StreamBegin`, `StreamEnd`, `SummedWeights`,
-    `PartialDropout`, `PartialDropout.forward`, `exchanged`, `own_class`, `become`,
+    `PartialDropout`, `PartialDropout.forward`, `Border.exchange`, `own_class`, `become`,
     `Line.reduce_scatter`.
     """
     for worst in run(sequence_alone, 2, which, more, length):

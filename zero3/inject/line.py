@@ -294,6 +294,20 @@ class Border:
         return [value for value in (*args, *kwargs.values())
                 if isinstance(value, torch.Tensor) and value.requires_grad]
 
+    def exchange(self, args: tuple,
+                 kwargs: Mapping[str, Any],
+                 operation: Operation) -> tuple[tuple, dict[str, Any]]:
+        """
+        ### The arguments of a call, with an operation on the states among them
+
+        One tensor may be query, key and value; it is exchanged once.
+        """
+        states = dict.fromkeys(self.states(args, kwargs))
+        found = {id(t): operation(t) for t in states}
+        return (
+            tuple(found.get(id(arg), arg) for arg in args),
+            {name: found.get(id(arg), arg) for name, arg in kwargs.items()})
+
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         r"""
         ### $f$, where the split layers begin

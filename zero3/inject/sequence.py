@@ -253,11 +253,7 @@ class StreamBegin(InStream):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        whole, *_ = self.border.states(args, kwargs)
-        args, kwargs = exchanged(
-            args,
-            kwargs,
-            {id(whole): self.border.begin(whole)})
+        args, kwargs = self.border.exchange(args, kwargs, self.border.begin)
         return super().forward(*args, **kwargs)
 
 
@@ -319,15 +315,3 @@ class PartialDropout(Replacement):
             [order.index(each) for each in range(x.dim())])
         mine = mask.split(sizes, self.dim)[self.border.line.place]
         return x * mine
-
-
-def exchanged(args: tuple, kwargs: Mapping[str, Any], found: Mapping[int, Any]
-              ) -> tuple[tuple, dict[str, Any]]:
-    """
-    ## Arguments of a call, with other tensors for some of them
-
-    * `found` has the new ones, by the `id` of the old ones. One tensor may be several arguments
-    """
-    return (
-        tuple(found.get(id(arg), arg) for arg in args),
-        {name: found.get(id(arg), arg) for name, arg in kwargs.items()})

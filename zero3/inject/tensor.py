@@ -70,7 +70,7 @@ from zero3.comm.parts import WeightPart
 from zero3.guards.options import expect
 from zero3.inject.line import Border, Line, Swap
 from zero3.inject.replace import Replacement, become, full_name
-from zero3.inject.sequence import PartialDropout, Stream, exchanged
+from zero3.inject.sequence import PartialDropout, Stream
 
 # Of each split parameter of a layer: the dimension that is split, and the number of blocks.
 Dims = dict[str, tuple[int, int]]
@@ -177,10 +177,7 @@ class Split(Replacement):
         """
         self.line.compare_once((*args, *kwargs.values()))
         if self.pattern.columns:
-            # One tensor may be query, key and value.
-            states = dict.fromkeys(self.border.states(args, kwargs))
-            entered = {id(t): self.border.enter(t) for t in states}
-            args, kwargs = exchanged(args, kwargs, entered)
+            args, kwargs = self.border.exchange(args, kwargs, self.border.enter)
         return super().forward(*args, **kwargs)
 
 
