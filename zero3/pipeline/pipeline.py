@@ -355,11 +355,9 @@ class Pipeline(ShardedModel):
         """
         #### A checksum of each buffer that layers on several ranks share
         """
-        if not self.shared_buffers:
-            return {}
-        own = {prefix + name: buffer for prefix, layer in self.named_layers()
-               for name, buffer in layer.module.named_buffers(remove_duplicate=False)}
-        return {name: _checksum([own[name]]) for name in own.keys() & self.shared_buffers}
+        return {prefix + name: _checksum([buffer]) for prefix, layer in self.named_layers()
+                for name, buffer in layer.module.named_buffers(remove_duplicate=False)
+                if prefix + name in self.shared_buffers}
 
     def _refuse_written(self, before: dict[str, int]) -> None:
         """
