@@ -208,7 +208,7 @@ def test_two_ranks_train_the_weights_of_the_plain_model(which, more):
     Proves I1, `tensor_parallel`, `Line`, `Line.prepare`, `Line.all_reduce`, `Line.all_gather`,
     `Line.twin`, `Pattern`, `Pattern.parts`, `Split`, `Split.forward`,
     `Weights`, `Weights.split`, `Weights.end`, `Weights._whole`, `Column`, `Row`,
-    `VocabularyEmbedding`, `VocabularyHead`, `SharedConvolution`, `PartialDropout`, `Border`,
+    `VocabularyEmbedding`, `VocabularyHead`, `SummedWeights`, `PartialDropout`, `Border`,
     `Border.enter`, `Border.leave`, `Border.states`, `Border.weight`, `Border.sizes`, `Swap`,
     `identity`, `Line.gather_parts`, `Line.padded`, `Line.sizes`, `_over_ranks`, `_attribute`.
     """

@@ -58,7 +58,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zero3.guards.options import expect
-from zero3.inject.line import Border, Line, Swap
+from zero3.inject.line import Border, Line, Operation, Swap
 from zero3.inject.replace import Replacement, become, full_name, own_class
 
 # How the classes of known streams name the states that they are called with.
@@ -141,7 +141,7 @@ class Stream:
             elif isinstance(each, nn.Dropout):
                 become(each, PartialDropout, border=border, dim=self.dim)
             elif names:
-                become(each, SummedWeights, border=border, names=names)
+                become(each, SummedWeights, names=names, summed=border.weight)
         along = self.along(module)
         become(along[0], StreamBegin, border=border)
         become(along[-1], StreamEnd, border=border)
@@ -266,12 +266,15 @@ class StreamEnd(InStream):
         return self.border.end(super().forward(*args, **kwargs))
 
 
-class SummedWeights(InStream):
+class SummedWeights(Replacement):
     """
-    ## A norm of some of the positions, with gradients that are summed over the ranks
+    ## A norm of some of the positions, or a convolution of some of the heads
+
+    All ranks have its weights, and each rank has a part of their gradients, which are summed.
     """
 
     names: tuple[str, ...]  # of its weights
+    summed: Operation  # identity, with a sum over the ranks in backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A sharded module has its weights among its attributes, which are found first.
@@ -279,7 +282,7 @@ class SummedWeights(InStream):
         before = {name: attributes[name] for name in self.names if name in attributes}
         try:
             attributes.update({
-                name: self.border.weight(getattr(self, name))
+                name: self.summed(getattr(self, name))
                 for name in self.names})
             return super().forward(*args, **kwargs)
         finally:
