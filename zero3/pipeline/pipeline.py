@@ -460,7 +460,7 @@ class _Batch:
         if pipeline.stage_comm.broken:
             raise RuntimeError(pipeline.stage_comm.broken)
         self.parts = pipeline.cut(x, y, "evaluate" if optimizer is None else "train")
-        # What a stage is about to get of a micro-batch: it has come in, or has to go out.
+        # What a stage is about to get of a micro-batch. It was computed here, or has come in.
         self.values: dict[tuple[int, int], Tree] = {}
         # For backward: the tensors that came in, and where in the graph gradients arrive.
         self.kept: dict[tuple[int, int], tuple[list[torch.Tensor], list[Tree]]] = {}
@@ -475,7 +475,7 @@ class _Batch:
         """
         key = action[1:]
         x, y = self.parts[action.micro_batch]
-        value = self.values.pop(key) if action.stage else _copied(x)
+        value = _detached(self.values.pop(key)) if action.stage else _copied(x)
         came_in = _trainable(value)
         self.pipeline.stages[action.stage].begin()
         value = pytree.tree_map_only(torch.Tensor, _Arrival.apply, value)
@@ -483,7 +483,7 @@ class _Batch:
         if action.stage == self.pipeline.count - 1:
             edges: list[Tree] = [self._loss_of(output, y)]
         else:
-            self._hand_on(action.stage + 1, action.micro_batch, output)
+            self.values[action.stage + 1, action.micro_batch] = output
             edges = [get_gradient_edge(t) for t in _trainable(output)]
         if self.optimizer is not None:
             self.kept[key] = (came_in, edges)
@@ -522,20 +522,9 @@ class _Batch:
                                         [grad for _, grad in pairs])
         if action.stage:
             grads = [tensor.grad for tensor in came_in]
-            self._hand_on(action.stage - 1, action.micro_batch, grads)
+            self.values[action.stage - 1, action.micro_batch] = grads
 
     # ---------------------------------------------------------------------------------------- move
-
-    def _hand_on(self, stage: int,
-                 micro_batch: int,
-                 value: Tree) -> None:
-        """
-        #### Put a value where the next action finds it
-        """
-        if self.pipeline.ranks == 1:
-            value = pytree.tree_map_only(
-                torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
-        self.values[stage, micro_batch] = value
 
     def send(self, action: Action) -> Counted:
         """
@@ -711,6 +700,16 @@ def _copied(value: Tree) -> Tree:
     Micro-batches are views of one tensor.
     """
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
+
+
+def _detached(value: Tree) -> Tree:
+    """
+    #### What another stage has computed, without its graph
+
+    From another rank it comes without one.
+    """
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
 
 
 def _trainable(value: Tree) -> list[torch.Tensor]:
