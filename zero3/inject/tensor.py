@@ -149,17 +149,16 @@ class Split(Replacement):
             self.pattern.stream.begin(self, self.line)
         # The stream that it is in has set another one.
         self.border = vars(self).get("border", self.line.border)
-        parts = [*self.pattern.parts(self)]
+        for child, by, dims in self.pattern.parts(self):
+            expect(not isinstance(child, Replacement), "tensor_parallel", "plain layers",
+                   f"a {type(child).__name__}", "leave the other policy out", RuntimeError)
+            become(child, by, border=self.border)
+            child.split(self.line, dims)
         # Of the numbers that are divided.
         self.whole_values = {name: value for name in self.pattern.divided
                              if (value := _attribute(self, name)) is not None}
         for name, value in self.whole_values.items():
             _set_attribute(self, name, value // self.line.size)
-        for child, by, dims in parts:
-            expect(not isinstance(child, Replacement), "tensor_parallel", "plain layers",
-                   f"a {type(child).__name__}", "leave the other policy out", RuntimeError)
-            become(child, by, border=self.border)
-            child.split(self.line, dims)
         for child in filter(None, [_attribute(self, name) for name in self.pattern.shared]):
             names = tuple(name for name in ("weight", "bias")
                           if getattr(child, name, None) is not None)
