@@ -49,6 +49,11 @@ from zero3.train.gpt import GPTConfig, gpt_layers
 NAMES = ("tensor", "shard")
 
 
+class Doubled(nn.Conv1d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 def labml_model(dropout=0.0, gated=False):
     """labml's layer with a gate, and the main job's, whose heads share a convolution."""
     layer = TransformerLayer(
@@ -58,6 +63,9 @@ def labml_model(dropout=0.0, gated=False):
     first, block, last = gpt_layers(GPTConfig(TOKENS, LENGTH, WIDTH, 2, 1, 12, dropout))
     if gated:
         block.layer.feed_forward = copy.deepcopy(layer.feed_forward)
+        for module in block.modules():
+            if isinstance(module, nn.Conv1d):
+                module.__class__ = Doubled
     return Model([first, Masked(layer), block, last])
 
 
@@ -204,7 +212,8 @@ def test_two_ranks_train_the_weights_of_the_plain_model(which, more):
     Weights and losses after three steps, and one more after `restore`, in fp64. A vocabulary of 13
     tokens on two ranks, tied embeddings, weights of three blocks and of two, convolutions that
     heads share, cross-attention, dropout with the masks of the plain model, biases; alone and with
-    other policies. Each rank keeps little more than half of the weights.
+    other policies; a convolution with a forward of its own. Each rank keeps little more than half
+    of the weights.
     Proves I1, `tensor_parallel`, `Line`, `Line.prepare`, `Line.all_reduce`, `Line.all_gather`,
     `Line.twin`, `Pattern`, `Pattern.parts`, `Split`, `Split.forward`,
     `Weights`, `Weights.split`, `Weights.end`, `Weights._whole`, `Column`, `Row`,
