@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.linalg import vector_norm
 
-from zero3.comm.parts import connect
 from zero3.guards.contents import check_groups, stray
 from zero3.guards.moments import is_sharded
 from zero3.guards.options import expect
@@ -54,8 +53,9 @@ def clip_grad_norm_(model: nn.Module,
     Raises `RuntimeError` if parameters are not sharded, or if a gradient is scaled or does not rest
     in its shard; `Zero3Optimizer(clip_grad_norm=)` clips those.
     """
-    # Other ranks may have parts of the same weights.
-    connect(model)
+    for line in {vars(m)["line"] for m in model.modules() if "line" in vars(m)}:
+        # Other ranks have parts of the same weights (see `inject/line.py`).
+        line.connect(model)
     layers: list[Any] = [m for m in model.modules() if is_sharded(m)]
     flats = [flat for layer in layers for flat in layer.flats if flat.shard.requires_grad]
     # In a pipeline, all layers of this stage may be frozen.

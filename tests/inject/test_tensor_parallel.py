@@ -431,7 +431,7 @@ def test_split_layers_are_sharded_again(which, ours, chain, tmp_path):
     tensor 2 without shards, with the plain names and shapes.
     Proves I1, `Zero3Optimizer._squares`, `connect`, `parts._counted`, `part_of`, `Portion.counted`,
     `clip_grad_norm_`, `save_load.save`, `load`, `CheckpointReader._read_into`, `Param.part`,
-    `Param.shape`, `connect`.
+    `Param.shape`, `Line.connect`.
     """
     folder = str(tmp_path)
     (worst, expected), *others = run(split_and_sharded, 4, which, (2, 2), folder, ours, chain)

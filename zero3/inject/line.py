@@ -43,7 +43,7 @@ from zero3.comm.collectives import (
     reduce_scatter_single,
 )
 from zero3.comm.order import Counted, Group
-from zero3.comm.parts import WeightPart
+from zero3.comm.parts import WeightPart, connect
 from zero3.guards.options import expect, same
 from zero3.optimizer.steps import before_steps
 from zero3.sharded import ShardedModel
@@ -69,7 +69,7 @@ class Line:
         self.place = group.rank
         self.sequence = sequence
         self.comm = Communicator((self.group,))
-        # The sharded model, once there is one: `connect` of `comm/parts.py` sets it.
+        # The sharded model, once there is one: `connect` sets it.
         self.model: ShardedModel | None = None
         self.compared = False
         # By a parameter, as long as it lives: the one that replaced it.
@@ -161,6 +161,12 @@ class Line:
         if self.model is not None:
             sent = Counted(sent_bytes=sent_bytes, messages=1)
             self.model.listener.record(self, event, nbytes, sent)
+
+    def connect(self, model: nn.Module) -> None:
+        """
+        ### Tell the layers of a sharded model who has the other parts of its weights
+        """
+        connect(model)
 
     def prepare(self, model: nn.Module, classes: dict[nn.Module, Any]) -> None:
         """
