@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from docs.exercises.oracle import Case, Claim, expect
 from zero3 import Zero3Optimizer
-from zero3.pipeline import Pipeline
-from zero3.pipeline.schedules import ORDERS, PASSES, Action
+from zero3.pipeline import Pipeline, schedules
+from zero3.pipeline.schedules import PASSES, Action
 from zero3.pipeline.timeline import Pass, costs, timeline
 
 MICRO_BATCHES = 4  # of the pipeline that is trained
@@ -113,7 +113,8 @@ def trains(case: Case) -> None:
     """
     ## Two steps of a real pipeline, and of plain PyTorch on the same batches
     """
-    def order(rank: int, ranks: int, count: int, per_rank: int) -> Iterator[tuple[str, int, int]]:
+    def order(schedule: str, rank: int, ranks: int, count: int, per_rank: int
+              ) -> Iterator[tuple[str, int, int]]:
         return ((kind, 0, i)
                 for kind, i in case.answer.one_forward_one_backward(rank, ranks, count))
 
@@ -122,7 +123,7 @@ def trains(case: Case) -> None:
     plain = nn.Sequential(*copy.deepcopy(layers))
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1),
                             mesh_dim_names=("pipeline", "shard"))
-    with mock.patch.dict(ORDERS, {"1f1b": order}):
+    with mock.patch.object(schedules, "order_of", order):
         model = Pipeline(layers, mesh, loss_fn=nn.functional.mse_loss,
                          micro_batches=MICRO_BATCHES)
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.5)

@@ -171,7 +171,7 @@ EXERCISES = {number: Exercise(*fields) for number, fields in enumerate((
     ("ex7_reshard_a_checkpoint", None, (reshard,), (Entries.shard, CheckpointReader._read_into),
      (1,)),
     ("ex8_one_forward_one_backward", None, (one_forward_one_backward,),
-     (schedules.one_forward_one_backward,)),
+     (schedules.order_of,)),
     ("ex9_kth_smallest", None, (kth_smallest,), (kth_keys,)),
     ("ex10_assign_owners", None, (whole.assign,), (whole.assign,)),
 ), start=1)}

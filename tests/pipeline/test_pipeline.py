@@ -169,9 +169,9 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     Proves I1, I7, `Pipeline`, `Pipeline.__init__`, `Channels.__init__`, `Stage.__init__`,
     `Pipeline.train_batch`, `Pipeline.eval_batch`,
     `Pipeline.full_params`, `Pipeline.named_layers`, `Pipeline.cut`, `Pipeline._run`,
-    `Pipeline._build`, `Pipeline._build_tied`, `Pipeline._connect`, `Pipeline._share`,
+    `Pipeline._build`, `Pipeline._build_tied`, `Pipeline._connect`, `Communicator.join`,
     `Pipeline._mean_over_ranks`, `_Batch`, `_Batch.forward`, `_Batch.backward`,
-    `_Batch._loss_of`, `_Batch._hand_on`, `_Batch.send`, `_Batch.receive`, `_Batch._send`,
+    `_Batch._loss_of`, `_detached`, `_Batch.send`, `_Batch.receive`, `_Batch._send`,
     `_Batch._receive`, `_Batch._partner`, `Action.is_gradient`, `_Batch.unshard`, `_Batch.reshard`,
     `_Batch.reduce`, `_Batch.send_tied`, `_Batch.receive_tied`, `_Batch.send_tied_gradient`,
     `_Batch.receive_tied_gradient`, `_trainable`, `Channels`, `Channels.send`,
@@ -560,7 +560,7 @@ def test_a_weight_may_be_written_by_any_of_its_names():
     """
     Breaks where each name has a tensor of its own on a rank that does not keep the weight: the last
     name wins, with the old values. Reading does not count as writing, so there is no warning.
-    Proves `Pipeline.full_params`, `Pipeline._share`.
+    Proves `Pipeline.full_params`, `Communicator.broadcast`.
     """
     inner, tied = ["1.first.weight", "1.second.weight"], ["2.weight", "3.weight"]
     for names in (inner, tied):

@@ -9,12 +9,12 @@ import itertools
 
 import pytest
 
-from zero3.pipeline.schedules import GATHERS, ORDERS, Action, actions, check
+from zero3.pipeline.schedules import GATHERS, SCHEDULES, Action, actions, check
 from zero3.pipeline.timeline import __doc__ as head
 from zero3.pipeline.timeline import bubble, costs, drawn, main, needed, timeline
 
 # Schedules with the numbers of ranks, micro-batches and stages per rank that they take.
-EVERY = [(name, p, m, v) for name in ORDERS for p in (1, 2, 3, 4) for m in (1, 2, 3, 4, 6, 8)
+EVERY = [(name, p, m, v) for name in SCHEDULES for p in (1, 2, 3, 4) for m in (1, 2, 3, 4, 6, 8)
          for v in (1, 2, 3)
          if (v == 1 or name in ("interleaved", "breadth-first"))
          and (name != "interleaved" or m % p == 0)]
@@ -27,7 +27,7 @@ def passes(listed):
 def test_the_example_of_the_head_is_what_the_function_returns():
     """
     The drawing is in the head of `timeline.py`.
-    Proves `actions`, `one_forward_one_backward`, `timeline`, `bubble`, `drawn`, `_name`.
+    Proves `actions`, `order_of`, `timeline`, `bubble`, `drawn`, `_name`.
     """
     lists = actions("1f1b", 2, 3)
     found = timeline(lists)
@@ -48,8 +48,8 @@ def test_every_list_is_complete_and_can_be_played(gathers):
     Each micro-batch goes once forward and once backward through each stage, on the rank that has
     the stage; what one rank sends, another one receives, in the same order; passes only compute
     with a stage that is whole. Breaks where two ranks would wait for each other.
-    Proves I6, `actions`, `gpipe`, `one_forward_one_backward`, `_with_gathers`, `_with_transfers`,
-    `Action`, `timeline`, `needed`.
+    Proves I6, `actions`, `order_of`, `_with_gathers`, `_with_transfers`, `Action`, `timeline`,
+    `needed`.
     """
     for name, p, m, v in EVERY:
         lists = actions(name, p, m, v, gathers)

@@ -64,6 +64,7 @@ bytes.
 
 from __future__ import annotations
 
+import copy
 import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -447,6 +448,19 @@ class Communicator(Peers):
 
     # -------------------------------------------------------------------- while a model is wrapped
 
+    def join(self, stages: Group) -> Communicator:
+        """
+        ### Join the ranks that have other layers of the model, or other parts of them
+
+        Returns the communicator of all ranks of the model: this one, with the stages among its
+        groups. All of them must call it (all-gather of their numbers).
+        """
+        self.stages = stages
+        whole = copy.copy(self)
+        whole.groups = (*self.groups, stages)
+        whole.ranks = tuple(rank for ranks in stages.gather(self.ranks) for rank in ranks)
+        return whole
+
     def open(self, sender: Sender,
              params: dict[nn.Parameter, tuple[str, ...]],
              device: torch.device | str | None,
@@ -506,28 +520,32 @@ class Communicator(Peers):
         self._broadcast(self.replicas, part)
         return part.clone() if part is full else part
 
-    def broadcast(self, tensors: Iterable[torch.Tensor | None]) -> None:
+    def broadcast(self, tensors: Iterable[torch.Tensor | None], source: int = 0) -> None:
         """
-        ### Give each rank the first rank's tensors, and wait; all ranks must call it
+        ### Give each rank the tensors of one of them, and wait; all ranks must call it
+
+        * `source` is the place of that rank in each group
         """
         for tensor in tensors:
             for group in self.groups:
                 if tensor is not None:
-                    self._broadcast(group, tensor)
+                    self._broadcast(group, tensor, source)
 
-    def _broadcast(self, group: Group, tensor: torch.Tensor) -> None:
+    def _broadcast(self, group: Group, tensor: torch.Tensor, source: int = 0) -> None:
         if group.size == 1 or not tensor.numel():
             return
         if tensor.layout != torch.strided:
             # A sparse tensor's number of elements may differ between ranks.
             parts = [tensor.detach()]
-            group.together("first values", dist.broadcast_object_list, parts, group_src=0)
+            group.together("values", dist.broadcast_object_list, parts, group_src=source)
             with torch.no_grad():
                 tensor.copy_(parts[0])
             return
         whole = tensor.detach().contiguous()
-        group.together("first values", dist.broadcast, _bytes(whole), group_src=0)
-        tensor.detach().copy_(whole)
+        group.together("values", dist.broadcast, _bytes(whole), group_src=source)
+        # Those of the source do not count as written.
+        if group.rank != source:
+            tensor.detach().copy_(whole)
 
 
 @dataclass(eq=False)

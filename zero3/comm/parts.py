@@ -28,7 +28,6 @@ two blocks.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -179,12 +178,7 @@ def connect(model: nn.Module) -> None:
     owner: Any = next(m for m in modules if hasattr(m, "get_trainable_chunk"))
     first.expect(owner is not first, "has split weights", "a `Zero3Sequential`, or `wrap`",
                  "a layer that is in no chain", "put it in a chain, also if it is the only one")
-    first.comm.stages = line.group
-    # The model's own communicator has these among its groups.
-    owner.comm = copy.copy(first.comm)
-    owner.comm.groups = (*first.comm.groups, line.group)
-    stages = first.comm.stages.gather(first.comm.ranks)
-    owner.comm.ranks = tuple(rank for stage in stages for rank in stage)
+    owner.comm = first.comm.join(line.group)
     line.model = owner
     if line.group.rank > 0:
         for layer in layers:

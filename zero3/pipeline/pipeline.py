@@ -42,7 +42,6 @@ gradient stays whole on each rank of its stage until the last micro-batch, as in
 a checksum of the batch before they begin, so an accelerator first finishes the step before.
 """
 
-import copy
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -52,7 +51,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,7 +58,7 @@ from torch.utils import _pytree as pytree
 
 from zero3.comm.collectives import ALONE, Communicator
 from zero3.comm.mesh import groups_of
-from zero3.comm.order import Counted, Group
+from zero3.comm.order import Counted
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect, same
 from zero3.offload.activations import Activations
@@ -123,16 +121,17 @@ class Pipeline(ShardedModel):
                f"a mesh with the dimensions {_MESHES[0]} or {_MESHES[1]}", f"{mesh}",
                "`init_device_mesh(device, (2, 2), mesh_dim_names=(\"pipeline\", \"shard\"))`")
         layers = [*layers]
-        line = Communicator(groups_of(mesh["pipeline"]))
-        self.ranks = line.group.size
-        self.place = line.group.rank
+        # The ranks of this pipeline, in order.
+        self.across = Communicator(groups_of(mesh["pipeline"]))
+        self.ranks = self.across.group.size
+        self.place = self.across.group.rank
         told: dict[str, object] = {
             **{f"`{name}`": (tuple(p.shape), p.dtype)
                for p, names in names_of(layers).items() for name in names},
             "number of layers": len(layers), "`stages`": stages, "`per_rank`": per_rank,
             "`schedule`": schedule, "`micro_batches`": micro_batches, "`gathers`": gathers}
-        same(f"rank {line.global_rank}: the pipeline", line.ranks, line.gather(told),
-             "build it alike on all ranks", ValueError)
+        same(f"rank {self.across.global_rank}: the pipeline", self.across.ranks,
+             self.across.gather(told), "build it alike on all ranks", ValueError)
         plan = Plan(layers, self.ranks, stages or balanced(layers, self.ranks * per_rank))
         self.count = len(plan.counts)
         self.ends = plan.ends
@@ -147,14 +146,14 @@ class Pipeline(ShardedModel):
         self.train_list = actions(*options)[self.place]
         self.eval_list = actions(*options, backward=False)[self.place]
 
-        line.broadcast(tensor for layer in layers
-                       for tensor in (*layer.parameters(), *layer.buffers()))
+        self.across.broadcast(tensor for layer in layers
+                              for tensor in (*layer.parameters(), *layer.buffers()))
         shared_by = mesh[mesh.mesh_dim_names[1:]]  # type: ignore[index]
         make = partial(StageLayer, mesh=shared_by, activations=activations)
         self._build(plan, make, Offload.of(offload))
-        self._connect(line.group, mesh)
+        self._connect()
         self._free_others(plan)
-        self.channels = Channels(line.group, self.comm.ranks, self.device)
+        self.channels = Channels(self.across.group, self.comm.ranks, self.device)
 
     def _build(self, plan: Plan,
                make: Callable[..., StageLayer],
@@ -175,7 +174,7 @@ class Pipeline(ShardedModel):
             self._build_tied(plan, make, offload)
         # A dict is not registered: its layers are in `module_list` already.
         self.stages: dict[int, Stage] = {}
-        for s in sorted({plan.places[i] for i in built}):
+        for s in range(self.place, self.count, self.ranks):
             layers = {i: layer for i, layer in built.items()
                       if plan.places[i] == s}
             self.stages[s] = Stage(layers, self.tied if s in self.ends else ())
@@ -199,7 +198,7 @@ class Pipeline(ShardedModel):
             # A layer like that of the first stage, which no optimizer and no checkpoint knows.
             self.borrowed = self.tied
 
-    def _connect(self, line: Group, mesh: DeviceMesh) -> None:
+    def _connect(self) -> None:
         """
         #### Let all layers of this rank share a communicator and a reducer
         """
@@ -208,13 +207,9 @@ class Pipeline(ShardedModel):
         for layer in (*self.sharded_layers, *self.tied):
             layer.comm = first.comm
             layer.reducer = first.reducer
-        first.comm.stages = line
-        # That of the ranks that have the same stages.
+        # That of the ranks that have the same stages, and that of all ranks.
         self.stage_comm = first.comm
-        # For all ranks at once: the same, with the stages among its groups.
-        self.comm = copy.copy(first.comm)
-        self.comm.groups = (*first.comm.groups, line)
-        self.comm.ranks = tuple(mesh.mesh.flatten().tolist())
+        self.comm = first.comm.join(self.across.group)
 
     def _free_others(self, plan: Plan) -> None:
         """
@@ -253,7 +248,7 @@ class Pipeline(ShardedModel):
             for first, (owner, shape, dtype) in self.shapes.items():
                 param: Any = own[first] if first in own else torch.empty(
                     shape, dtype=dtype, device=self.device)
-                self._share(param, owner)
+                self.across.broadcast([param], owner)
                 found |= dict.fromkeys(self.names[first], param)
             try:
                 yield found
@@ -275,21 +270,7 @@ class Pipeline(ShardedModel):
         self.comm.agree(self, "is not written back", "a block that ends without an error, and "
                         "parameters of the same shape and type", ", ".join(wrong), "look for the "
                         "error on that rank; nothing has changed")
-        for name in self.shapes:
-            self._share(found[name], 0)
-
-    @torch.no_grad()
-    def _share(self, value: torch.Tensor, owner: int) -> None:
-        """
-        #### Give all ranks of this pipeline the values that one of them has
-        """
-        if self.ranks > 1 and value.numel():
-            # A copy, so that this rank's values do not count as written.
-            whole = value.detach().clone(memory_format=torch.contiguous_format)
-            self.stage_comm.stages.together("the full parameters", dist.broadcast,
-                                       whole.view(-1).view(torch.uint8), group_src=owner)
-            if self.place != owner:
-                value.detach().copy_(whole)
+        self.across.broadcast(found[name] for name in self.shapes)
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """
@@ -374,11 +355,9 @@ class Pipeline(ShardedModel):
         """
         #### A checksum of each buffer that layers on several ranks share
         """
-        if not self.shared_buffers:
-            return {}
-        own = {prefix + name: buffer for prefix, layer in self.named_layers()
-               for name, buffer in layer.module.named_buffers(remove_duplicate=False)}
-        return {name: _checksum([own[name]]) for name in own.keys() & self.shared_buffers}
+        return {prefix + name: _checksum([buffer]) for prefix, layer in self.named_layers()
+                for name, buffer in layer.module.named_buffers(remove_duplicate=False)
+                if prefix + name in self.shared_buffers}
 
     def _refuse_written(self, before: dict[str, int]) -> None:
         """
@@ -478,11 +457,10 @@ class _Batch:
         self.pipeline = pipeline
         self.waiting = deque(listed)  # the actions that are still to come
         self.optimizer = optimizer
-        self.stages = pipeline.stages
         if pipeline.stage_comm.broken:
             raise RuntimeError(pipeline.stage_comm.broken)
         self.parts = pipeline.cut(x, y, "evaluate" if optimizer is None else "train")
-        # What a stage is about to get of a micro-batch: it has come in, or has to go out.
+        # What a stage is about to get of a micro-batch. It was computed here, or has come in.
         self.values: dict[tuple[int, int], Tree] = {}
         # For backward: the tensors that came in, and where in the graph gradients arrive.
         self.kept: dict[tuple[int, int], tuple[list[torch.Tensor], list[Tree]]] = {}
@@ -497,15 +475,15 @@ class _Batch:
         """
         key = action[1:]
         x, y = self.parts[action.micro_batch]
-        value = self.values.pop(key) if action.stage else _copied(x)
+        value = _detached(self.values.pop(key)) if action.stage else _copied(x)
         came_in = _trainable(value)
-        self.stages[action.stage].begin()
+        self.pipeline.stages[action.stage].begin()
         value = pytree.tree_map_only(torch.Tensor, _Arrival.apply, value)
-        output = self.stages[action.stage](value)
+        output = self.pipeline.stages[action.stage](value)
         if action.stage == self.pipeline.count - 1:
             edges: list[Tree] = [self._loss_of(output, y)]
         else:
-            self._hand_on(action.stage + 1, action.micro_batch, output)
+            self.values[action.stage + 1, action.micro_batch] = output
             edges = [get_gradient_edge(t) for t in _trainable(output)]
         if self.optimizer is not None:
             self.kept[key] = (came_in, edges)
@@ -531,7 +509,7 @@ class _Batch:
         key = action[1:]
         came_in, edges = self.kept.pop(key)
         assert self.optimizer is not None
-        self.stages[action.stage].begin()
+        self.pipeline.stages[action.stage].begin()
         with self.optimizer.no_sync():
             if action.stage == self.pipeline.count - 1:
                 self.optimizer.backward(edges.pop() / self.pipeline.micro_batches)
@@ -544,20 +522,9 @@ class _Batch:
                                         [grad for _, grad in pairs])
         if action.stage:
             grads = [tensor.grad for tensor in came_in]
-            self._hand_on(action.stage - 1, action.micro_batch, grads)
+            self.values[action.stage - 1, action.micro_batch] = grads
 
     # ---------------------------------------------------------------------------------------- move
-
-    def _hand_on(self, stage: int,
-                 micro_batch: int,
-                 value: Tree) -> None:
-        """
-        #### Put a value where the next action finds it
-        """
-        if self.pipeline.ranks == 1:
-            value = pytree.tree_map_only(
-                torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
-        self.values[stage, micro_batch] = value
 
     def send(self, action: Action) -> Counted:
         """
@@ -609,13 +576,13 @@ class _Batch:
         """
         upcoming = next(each.kind for each in self.waiting
                         if each.stage == action.stage and each.kind in PASSES)
-        self.stages[action.stage].unshard(self.pipeline.holds, upcoming == "backward")
+        self.pipeline.stages[action.stage].unshard(self.pipeline.holds, upcoming == "backward")
 
     def reshard(self, action: Action) -> None:
         """
         ### Free a stage
         """
-        self.stages[action.stage].reshard()
+        self.pipeline.stages[action.stage].reshard()
 
     @torch.no_grad()
     def reduce(self, action: Action) -> None:
@@ -624,7 +591,7 @@ class _Batch:
 
         Tied weights wait for the end, because both of their stages add to their gradient.
         """
-        for layer in reversed(self.stages[action.stage].module_list):
+        for layer in reversed(self.pipeline.stages[action.stage].module_list):
             layer.reduce()
 
     # -------------------------------------------------------------------------------- tied weights
@@ -671,22 +638,15 @@ class _Batch:
     @torch.no_grad()
     def receive_tied_gradient(self, action: Action) -> None:
         """
-        ### Add the gradient of the last stage to this rank's part of the full gradient
+        ### Add the gradient of the last stage, as if a reduce of this rank had brought it
 
-        With replicas it is a sum over all of them already, so only the first one adds it.
+        The ranks of that stage have reduced it already, over all replicas too.
         """
         (tied,) = self.pipeline.tied
         for flat, theirs in zip(tied.flats, self._receive(action), strict=True):
-            if theirs is None:
-                continue
-            names, grad = theirs
-            if flat.grad is None:
-                flat.begin_grad(torch.empty_like(
-                    flat.full, dtype=flat.shard.grad_dtype))
-            full = flat.zero_missing()
-            flat.ready.update(names)
-            if tied.comm.in_first_replica:
-                tied.comm.rows(full)[tied.comm.rank] += grad
+            if theirs is not None:
+                names, grad = theirs
+                tied.reducer.deliver(grad, flat.sink or flat, names)
 
 
 class _Arrival(torch.autograd.Function):
@@ -740,6 +700,16 @@ def _copied(value: Tree) -> Tree:
     Micro-batches are views of one tensor.
     """
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
+
+
+def _detached(value: Tree) -> Tree:
+    """
+    #### What another stage has computed, without its graph
+
+    From another rank it comes without one.
+    """
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
 
 
 def _trainable(value: Tree) -> list[torch.Tensor]:

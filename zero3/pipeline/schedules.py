@@ -58,7 +58,7 @@ schedule.
 computes the weights' gradients.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple
 
@@ -68,6 +68,7 @@ from zero3.guards.options import expect, whole
 PASSES = ("forward", "backward")
 KINDS = (*PASSES, "receive", "send", "receive gradient", "send gradient", "unshard", "reshard",
          "reduce", "send tied", "receive tied", "send tied gradient", "receive tied gradient")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "breadth-first")
 GATHERS = ("each", "direction", "stage", "step")
 
 
@@ -85,7 +86,7 @@ class Action(NamedTuple):
     | send tied | this rank's shard of the tied weights, to the last stage that uses them |
     | receive tied | that shard |
     | send tied gradient | reduce the gradient of those weights, and send this rank's shard of it |
-    | receive tied gradient | add it to the own gradient of the weights, and reduce that |
+    | receive tied gradient | add it to the gradient of the shard that is kept |
 
     From `unshard` on, `micro_batch` is −1.
     """
@@ -131,7 +132,7 @@ def actions(schedule: str,
     found = []
     for rank in range(ranks):
         passes = [Action(kind, chunk * ranks + rank, i)
-                  for kind, chunk, i in ORDERS[schedule](rank, ranks, micro_batches, per_rank)
+                  for kind, chunk, i in order_of(schedule, rank, ranks, micro_batches, per_rank)
                   if backward or kind == "forward"]
         found.append([*_with_gathers(passes, gathers, ranks, ranks * per_rank)])
     first, last = tied
@@ -156,7 +157,8 @@ def check(schedule: str,
     Raises `ValueError`.
     """
     for good, expected, got, cure in (
-        (schedule in ORDERS, f"a schedule of {[*ORDERS]}", repr(schedule), "pass one of them"),
+        (schedule in SCHEDULES, f"a schedule of {[*SCHEDULES]}", repr(schedule),
+         "pass one of them"),
         (whole(ranks, 1), "`ranks`, at least 1", repr(ranks), "pass a whole number"),
         (whole(micro_batches, 1), "`micro_batches`, at least 1", repr(micro_batches),
          "pass a whole number"),
@@ -172,52 +174,49 @@ def check(schedule: str,
            "change their number, or pass schedule='breadth-first'")
 
 
-# ------------------------------------------------------------------------------------------ orders
-
-# A pass: its kind, the chunk (which of this rank's stages, from 0), and the micro-batch.
-Passes = Iterator[tuple[str, int, int]]
+# ------------------------------------------------------------------------------------------- order
 
 
-def gpipe(rank: int, ranks: int, micro_batches: int, per_rank: int) -> Passes:
+def order_of(schedule: str,
+             rank: int,
+             ranks: int,
+             micro_batches: int,
+             per_rank: int) -> Iterator[tuple[str, int, int]]:
     """
-    ## All forwards, then all backwards, stage after stage
+    ## The order of a rank's passes
+
+    Some forwards go *ahead*, then a forward and a backward go by turns, then the last backwards. So
+    many micro-batches go *together* through a stage before the rank turns to its next one:
+
+    | schedule | ahead | together |
+    |---|---|---|
+    | `1f1b`, `interleaved` | until the first gradient can be there | as many as there are ranks |
+    | `gpipe`, `breadth-first` | all | all |
+
+    Yields the kind of each pass, its chunk (which of this rank's stages, from 0), and its
+    micro-batch.
     """
-    for chunk in range(per_rank):
-        for i in range(micro_batches):
-            yield "forward", chunk, i
-    for chunk in reversed(range(per_rank)):
-        for i in range(micro_batches):
-            yield "backward", chunk, i
-
-
-def one_forward_one_backward(rank: int, ranks: int, micro_batches: int, per_rank: int) -> Passes:
-    """
-    ## A few forwards, then a forward and a backward by turns, then the last backwards
-
-    With several stages on a rank, micro-batches go through them in groups of `ranks`.
-    """
-    def of(k: int, kind: str) -> tuple[str, int, int]:
-        group, place = divmod(k, ranks * per_rank)
-        chunk, i = divmod(place, ranks)
-        return kind, chunk if kind == "forward" else per_rank - 1 - chunk, group * ranks + i
-
     count = micro_batches * per_rank
-    ahead = ranks - 1 - rank
-    if per_rank > 1:
+    ahead = count
+    together = micro_batches
+    if schedule in ("1f1b", "interleaved"):
+        ahead = ranks - 1 - rank
+        together = ranks
+    if schedule == "interleaved" and per_rank > 1:
         # The first micro-batches go through the other stages of this rank first. From there it is
         # `ahead` slots to the last rank, and as many back. Forwards fill them.
         ahead = 2 * ahead + (per_rank - 1) * ranks
-    ahead = min(ahead, count)
+
+    def of(k: int, kind: str) -> tuple[str, int, int]:
+        group, place = divmod(k, together * per_rank)
+        chunk, i = divmod(place, together)
+        return kind, chunk if kind == "forward" else per_rank - 1 - chunk, group * together + i
+
     for k in range(count + ahead):
         if k < count:
             yield of(k, "forward")
         if k >= ahead:
             yield of(k - ahead, "backward")
-
-
-ORDERS: dict[str, Callable[[int, int, int, int], Passes]] = {
-    "gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": one_forward_one_backward,
-    "breadth-first": gpipe}
 
 
 # ------------------------------------------------------------------------------- what comes between

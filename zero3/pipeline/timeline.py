@@ -67,12 +67,13 @@ each rank:
 bubble may be slower if it gathers more.
 """
 
-from collections import Counter, deque
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate
 from typing import NamedTuple
 
 from zero3.guards.command_line import Parser, within
-from zero3.pipeline.schedules import GATHERS, ORDERS, PASSES, Action, actions
+from zero3.pipeline.schedules import GATHERS, PASSES, SCHEDULES, Action, actions
 
 
 class Pass(NamedTuple):
@@ -94,26 +95,25 @@ def timeline(lists: list[list[Action]], forward: float = 1, backward: float = 1
 
     Raises `RuntimeError` if every rank waits for another one: the lists are no schedule.
     """
-    waiting = [deque(each for each in listed if each.kind in PASSES) for listed in lists]
-    last = max(action.stage for passes in waiting for action in passes)
-    ends: dict[Action, float] = {}
-    found: list[list[Pass]] = [[] for _ in lists]
-    while any(waiting):
-        before = len(ends)
-        for done, passes in zip(found, waiting, strict=True):
-            needs = needed(passes[0], last) if passes else None
-            if passes and (needs is None or needs in ends):
-                action = passes.popleft()
-                free = done[-1].end if done else 0
-                start = max(free, ends[needs] if needs else 0)
-                ends[action] = start + (forward if action.kind == "forward" else backward)
-                done.append(Pass(start, ends[action], action))
-        if len(ends) == before:
-            raise RuntimeError(
-                "the schedule does not end. Expected: lists in which some rank can go on. Got: "
-                f"ranks that wait for each other before {[each[0] for each in waiting if each]}. "
-                "What to do: look for a pass that comes before the one that it needs.")
-    return found
+    passes = [[each for each in listed if each.kind in PASSES] for listed in lists]
+    last = max(action.stage for mine in passes for action in mine)
+    # What each pass waits for: the one before it on its rank, and the one that it needs.
+    waits: dict[Action, list[Action]] = {}
+    for mine in passes:
+        for before, action in zip([None, *mine], mine, strict=False):
+            waits[action] = [each for each in (before, needed(action, last)) if each]
+    found: dict[Action, Pass] = {}
+    try:
+        for action in TopologicalSorter(waits).static_order():
+            start = max((found[each].end for each in waits[action]), default=0)
+            length = forward if action.kind == "forward" else backward
+            found[action] = Pass(start, start + length, action)
+    except (CycleError, KeyError) as error:
+        raise RuntimeError(
+            "the schedule does not end. Expected: lists in which some rank can go on. Got: "
+            f"ranks that wait for each other before {error.args[-1]}. "
+            "What to do: look for a pass that comes before the one that it needs.") from error
+    return [[found[action] for action in mine] for mine in passes]
 
 
 def needed(action: Action, last: int) -> Action | None:
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     parser = Parser(prog="zero3.pipeline", description="Draw a pipeline's step.")
     add = parser.add_argument
-    add("--schedule", choices=[*ORDERS], default="1f1b", help="the order of the passes")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="the order of the passes")
     add("--ranks", type=int, default=4, help="ranks of the pipeline")
     add("--per-rank", type=int, default=1, help="stages on each rank")
     add("--micro-batches", type=int, default=8, help="micro-batches in a step")
