@@ -40,11 +40,11 @@ from torch.fx.experimental.symbolic_shapes import free_symbols, is_symbol_bindin
 from zero3.compiler.graph import (
     DELAYABLE,
     OPERATIONS,
-    copied,
     find,
     insert_after,
     is_view,
     linked,
+    on_copies,
     wait,
 )
 
@@ -120,11 +120,11 @@ class Inductor(Eager):
             return f"{error}"
         return ""
 
+    @on_copies
     def fused(self, graph: fx.Graph) -> fx.Graph:
         """
         ### A graph with one operation for each region
         """
-        graph = copied(graph)
         for region in regions_of(graph):
             self._fuse(graph, region)
         return graph

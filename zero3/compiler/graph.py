@@ -48,13 +48,17 @@ during each operation.
 gets another graph, which is traced when that happens.
 """
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
+
+# A function of graphs, and of what else it has to know.
+Change = TypeVar("Change", bound=Callable[..., Any])
 
 # ---------------------------------------------------------------------------------- operations
 
@@ -152,13 +156,26 @@ def find(graph: fx.Graph, *kinds: Any) -> list[fx.Node]:
 
 def copied(graph: fx.Graph) -> fx.Graph:
     """
-    ## A copy of a graph, so that a pass can change it and leave its argument alone
+    ## A copy of a graph
     """
     new = fx.Graph(graph.owning_module)
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         copies[node] = new.node_copy(node, lambda n: copies[n])
     return new
+
+
+def on_copies(change: Change) -> Change:
+    """
+    ## Have a function change copies of its graphs
+
+    Each pass begins with it, so that it leaves its arguments alone.
+    """
+    @functools.wraps(change)
+    def change_copies(*args: Any) -> Any:
+        return change(*(copied(arg) if isinstance(arg, fx.Graph) else arg for arg in args))
+
+    return change_copies  # type: ignore[return-value]
 
 
 def insert_before(place: fx.Node, target: Callable, *args: Any) -> fx.Node:
@@ -240,13 +257,13 @@ def full_numel(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ())
     return found
 
 
+@on_copies
 def linked(graph: fx.Graph, layers: Mapping[str, object]) -> fx.GraphModule:
     """
     ## A module that carries out a graph with these layers
 
     It empties the list of its arguments, so that each one is freed after its last use.
     """
-    graph = copied(graph)
     root = torch.nn.Module()
     for node in graph.find_nodes(op="get_attr"):
         vars(root)[node.target] = getattr(graph.owning_module, node.target)

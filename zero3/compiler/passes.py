@@ -44,7 +44,6 @@ from torch import fx
 from zero3.compiler.graph import (
     bring,
     collect,
-    copied,
     find,
     finish,
     full_numel,
@@ -54,6 +53,7 @@ from zero3.compiler.graph import (
     is_view,
     layers_of,
     offload,
+    on_copies,
     parameter,
     put_away,
     readers,
@@ -116,13 +116,13 @@ def gathered(graph: fx.Graph) -> set[str]:
 # ------------------------------------------------------------------------------------- insert
 
 
+@on_copies
 def insert(graph: fx.Graph) -> fx.Graph:
     """
     ## Insert the communication
 
     Each layer is gathered right before its first use, and released after its last one.
     """
-    graph = copied(graph)
     _sink_views(graph)
     layers = [name for node in find(graph, parameter, collect) for name in layers_of(node)]
     for layer in dict.fromkeys(layers):
@@ -178,6 +178,7 @@ def _insert_reduce(graph: fx.Graph, layer: str) -> None:
 # ------------------------------------------------------------------------- what the room is for
 
 
+@on_copies
 def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: int
          ) -> tuple[fx.Graph, fx.Graph, list[str]]:
     """
@@ -186,8 +187,6 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
     Also returns the layers that are kept. Those that backward gathers first are kept for the
     shortest time.
     """
-    forward = copied(forward)
-    backward = copied(backward)
     kept: list[str] = []
     for gathered in find(backward, gather):
         (layer,) = layers_of(gathered)
@@ -204,6 +203,7 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
     return forward, backward, kept
 
 
+@on_copies
 def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int,
            kept: list[str]) -> fx.Graph:
     """
@@ -212,7 +212,6 @@ def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int
     A gather joins the one before it, as far as the limit admits, because the packed buffer takes
     memory. A reduce waits for the one after it.
     """
-    graph = copied(graph)
     before: fx.Node | None = None
     for node in find(graph, gather):
         if before is not None and _numel(numel, before, node) <= bucket_numel:
@@ -252,6 +251,7 @@ def _merge_reduces(graph: fx.Graph, numel: dict[str, int], bucket_numel: int) ->
         before = pair
 
 
+@on_copies
 def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]) -> fx.Graph:
     """
     ## Move each gather up, as far as the limit admits
@@ -260,7 +260,6 @@ def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]
 
     The gathers stay in their order.
     """
-    graph = copied(graph)
     earlier: fx.Node | None = None
     for node in find(graph, gather):
         full = dict(zip(graph.nodes, full_numel(graph, numel, kept), strict=True))
@@ -274,13 +273,13 @@ def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]
     return graph
 
 
+@on_copies
 def sink(graph: fx.Graph) -> fx.Graph:
     """
     ## Wait for each reduce as late as possible
 
     One reduce is in flight at a time, so that is right before the next one begins, or the end.
     """
-    graph = copied(graph)
     later = graph.output_node()
     for node in reversed(find(graph, reduce, finish)):
         if node.target is finish:
@@ -293,6 +292,7 @@ def sink(graph: fx.Graph) -> fx.Graph:
 # ------------------------------------------------------------------------------ optimizer states
 
 
+@on_copies
 def offload_states(forward: fx.Graph, backward: fx.Graph, layers: list[str]
                    ) -> tuple[fx.Graph, fx.Graph]:
     """
@@ -303,8 +303,6 @@ def offload_states(forward: fx.Graph, backward: fx.Graph, layers: list[str]
 
     The table at the head of `away.py` shows the order.
     """
-    forward = copied(forward)
-    backward = copied(backward)
     first = next(node for node in forward.nodes if node.op != "placeholder")
     for layer, end in zip(layers, _ends_of_layers(forward), strict=False):
         insert_before(first, offload, layer)
@@ -316,6 +314,7 @@ def offload_states(forward: fx.Graph, backward: fx.Graph, layers: list[str]
     return forward, backward
 
 
+@on_copies
 def move_activations(forward: fx.Graph, backward: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
     """
     ## Have the tensors that forward saves for backward leave in between
@@ -325,8 +324,6 @@ def move_activations(forward: fx.Graph, backward: fx.Graph) -> tuple[fx.Graph, f
     Each leaves with the layer that reads it last in forward, and is loaded when the layer that
     reads it first in backward has its parameters.
     """
-    forward = copied(forward)
-    backward = copied(backward)
     output = forward.output_node()
     outputs: Any = [*output.args[0]]  # type: ignore[misc]
     inputs = backward.find_nodes(op="placeholder")

@@ -47,7 +47,6 @@ from torch._guards import TracingContext, detect_fake_mode
 
 from zero3.compiler.graph import (
     collect,
-    copied,
     find,
     full_numel,
     gather,
@@ -56,6 +55,7 @@ from zero3.compiler.graph import (
     is_view,
     layers_of,
     offload,
+    on_copies,
     parameter,
     reduce,
     refuse_old,
@@ -335,11 +335,11 @@ def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
     insert_after(backward.find_nodes(op="placeholder")[-1], refuse_old, came, *layers)
 
 
+@on_copies
 def marked_inputs(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Graph:
     """
     ## A graph that names its parameters
     """
-    graph = copied(graph)
     inputs = graph.find_nodes(op="placeholder")
     for node, place in zip(inputs, places, strict=False):
         if place and node.users:
@@ -349,13 +349,13 @@ def marked_inputs(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Graph:
     return graph
 
 
+@on_copies
 def marked_gradients(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Graph:
     """
     ## A graph that hands over the gradients of parameters as soon as they are there
 
     It returns `None` for them.
     """
-    graph = copied(graph)
     output = graph.output_node()
     gradients = [*output.args[0]]  # type: ignore[misc]
     for i, place in enumerate(places):
