@@ -353,7 +353,7 @@ def test_weights_may_be_cut_to_the_length_of_the_sequence(backend):
     symbol, which nothing else saves for it. With Inductor within 1e-5 after five steps, because it
     fuses operations. It has to be told the length where all tensors have one position more.
     Breaks if a view of a weight is computed again from a size that backward does not have.
-    Proves `save_no_parameters`, `_saved_size`, `trace._first_tensor`, `engines._sizes`.
+    Proves `save_no_parameters`, `_saved_size`, `_also_saved`, `engines._sizes`.
     """
     def lengths(model, optimizer):
         return train(model, optimizer, 5, batch=lambda step: rows(step, (3, 4, 7, 5, 6)[step]))

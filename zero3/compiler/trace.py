@@ -293,21 +293,27 @@ def _saved_size(forward: fx.Graph, backward: fx.Graph, node: fx.Node) -> fx.Node
     for each in backward.find_nodes(op="placeholder"):
         if each.name == node.name:
             return each
+    # Sizes are saved last.
+    return _also_saved(forward, backward, node, len(forward.output_node().args[0]))  # type: ignore[arg-type]
+
+
+def _also_saved(forward: fx.Graph, backward: fx.Graph, node: fx.Node, place: int) -> fx.Node:
+    """
+    #### Save one more value for backward, and return backward's input for it
+
+    * `place` is its index among the outputs of forward
+    """
     output = forward.output_node()
-    output.args = ((*output.args[0], node),)  # type: ignore[misc]
-    # Sizes are saved last, and come first in backward.
-    with backward.inserting_before(_first_tensor(backward)):
+    outputs: Any = [*output.args[0]]  # type: ignore[misc]
+    outputs.insert(place, node)
+    output.args = (tuple(outputs),)
+    # Both a size and the versions come after the other sizes, and before the tensors.
+    inputs = backward.find_nodes(op="placeholder")
+    tensors = (each for each in inputs if isinstance(each.meta["val"], torch.Tensor))
+    with backward.inserting_before(next(tensors)):
         found = backward.placeholder(node.name)
     found.meta["val"] = node.meta["val"]
     return found
-
-
-def _first_tensor(graph: fx.Graph) -> fx.Node:
-    """
-    #### The first input that is a tensor; symbolic sizes come before it
-    """
-    return next(node for node in graph.find_nodes(op="placeholder")
-                if isinstance(node.meta["val"], torch.Tensor))
 
 
 def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
@@ -320,18 +326,12 @@ def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
     layers = tuple(dict.fromkeys(place.layer for place in places if place))
     if not layers:
         return
-    output = forward.output_node()
     fake: Any = detect_fake_mode(
         [node.meta["val"] for node in forward.find_nodes(op="placeholder")])
+    versions = insert_before(forward.output_node(), remember, *layers)
     with fake:
-        value = torch.empty(len(layers), dtype=torch.int64)
-    versions = insert_before(output, remember, *layers)
-    versions.meta["val"] = value
-    outputs: Any = output.args[0]
-    output.args = ((*outputs[:results], versions, *outputs[results:]),)
-    with backward.inserting_before(_first_tensor(backward)):
-        came = backward.placeholder("versions")
-    came.meta["val"] = value
+        versions.meta["val"] = torch.empty(len(layers), dtype=torch.int64)
+    came = _also_saved(forward, backward, versions, results)
     insert_after(backward.find_nodes(op="placeholder")[-1], refuse_old, came, *layers)
 
 
