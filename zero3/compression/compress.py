@@ -161,14 +161,7 @@ class Compression:
         self.most_taken = 0
         for method in methods:
             method.compression = self
-        after_steps[self] = Compression._hear
-
-    def _hear(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        # `step(closure)` calls `step()`, which has been counted.
-        closure = [*args[1:], kwargs.get("closure")]
-        is_twice = isinstance(optimizer, Zero3Optimizer) and any(closure)
-        if not is_twice and self.is_trained_by(optimizer):
-            self.follow(optimizer)
+        after_steps[self] = Compression.follow
 
     def __getstate__(self) -> tuple:
         return self.model, self.all_methods
@@ -202,12 +195,19 @@ class Compression:
         trained = {id(p) for p in (*_params(self.model), *shards)}
         return any(id(p) in trained for group in optimizer.param_groups for p in group["params"])
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def follow(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """
-        ### An optimizer has stepped
+        ### Some optimizer has stepped
+
+        * `args` and `kwargs` are those of its `step`
 
         A new one, beside others or in their place, begins with the step before.
         """
+        # `step(closure)` calls `step()`, which has been counted.
+        closure = [*args[1:], kwargs.get("closure")]
+        is_twice = isinstance(optimizer, Zero3Optimizer) and any(closure)
+        if is_twice or not self.is_trained_by(optimizer):
+            return
         taken = self.taken.get(optimizer, max(self.most_taken - 1, 0)) + 1
         self.taken[optimizer] = taken
         if taken > self.most_taken:
@@ -237,7 +237,8 @@ class Compression:
         groups = [group for group in self.groups if group[0].count]
         if not groups:
             return
-        layers = layers_of(pruned.original for group in groups for pruned in group)
+        numbers = {pruned: i for i, group in enumerate(groups) for pruned in group}
+        layers = layers_of(pruned.original for pruned in numbers)
 
         def total(counts: torch.Tensor) -> torch.Tensor:
             if not layers:
@@ -247,13 +248,15 @@ class Compression:
             rows = layer.comm.numbers(layer, counts)[: layer.comm.world_size]
             return layer.comm.over_stages(layer, rows.sum(dim=0)).sum(dim=0)
 
-        own = own_keys([pruned for group in groups for pruned in group])
-        keys = [torch.cat([own[pruned] for pruned in group]) for group in groups]
-        lists = [torch.full_like(each, number) for number, each in enumerate(keys)]
+        # A stage may have none of the weights.
+        none = torch.empty(0, dtype=torch.int64, device=groups[0][0].state.device)
+        own = [(groups[0][0], none), *own_keys([*numbers])]
+        keys = torch.cat([each for _, each in own])
+        lists = torch.cat([torch.full_like(each, numbers[pruned]) for pruned, each in own])
         counts = [group[0].count for group in groups]
         bits = max(8 * group[0].original.dtype.itemsize + group[0].units().bit_length()
                    for group in groups)
-        found = kth_keys(torch.cat(keys), torch.cat(lists), counts, bits, total)
+        found = kth_keys(keys, lists, counts, bits, total)
         for group, threshold in zip(groups, found, strict=True):
             for pruned in group:
                 pruned.state[1] = threshold
