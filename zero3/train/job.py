@@ -443,15 +443,14 @@ class Job:
         params_in = self.offload(self.args.offload_params)
         self.activations = Activations(self.offload(self.args.activations))
         links = self.links()
-        modules = gpt.gpt_layers(self.config)
+        # Before thresholds are found, because they are those of the numbers that are trained.
+        modules = [module.to(dtype) for module in gpt.gpt_layers(self.config)]
         if self.args.compress:
-            # Thresholds are those of the numbers that are trained.
-            modules = [module.to(dtype) for module in modules]
             rules = compressed.RECIPES[self.args.compress](self.args.steps, self.config)
             self.compression = compress(modules, rules)
         group_by = self.group_by(modules)
         layers = [
-            Zero3Layer(module.to(self.ranks.device, dtype), device=self.ranks.device, dtype=dtype,
+            Zero3Layer(module.to(self.ranks.device), device=self.ranks.device, dtype=dtype,
                        offload=params_in, mesh=links, activations=self.activations)
             for module in modules
         ]
@@ -641,9 +640,7 @@ class Job:
         unknown = ["activation_bytes", "out_bytes", "in_bytes"] if self.compression else []
         if self.compression is not None and self.compression.groups:
             unknown += ["sent_bytes", "messages", "order_bytes"]
-        for name in unknown:
-            del found[name]
-        return found
+        return {name: nbytes for name, nbytes in found.items() if name not in unknown}
 
     def saved(self) -> Moved:
         """
