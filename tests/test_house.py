@@ -48,8 +48,8 @@ ROWS = (
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
 MOST = {"": 919, "beside": 457, "checkpoint": 1228, "comm": 956, "compiler": 916, "compression":
-        785, "estimate": 680, "guards": 523, "inject": 713, "offload": 912, "optimizer": 1164,
-        "pipeline": 775, "train": 914, "whole_model": 855}
+        780, "estimate": 680, "guards": 523, "inject": 713, "offload": 912, "optimizer": 1164,
+        "pipeline": 775, "train": 897, "whole_model": 855}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1499
 MOST_ANY = 290
