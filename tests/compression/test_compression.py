@@ -782,7 +782,7 @@ def test_a_call_that_is_refused_changes_nothing():
     """
     All problems are found before the first rule is put in place. Breaks if an error of a later
     pattern leaves the weights of earlier ones compressed.
-    Proves `compress`, `_check_shared`.
+    Proves `compress`, `_share`.
     """
     mixed = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()]
     for rules, word in (({"0": [Prune()], "1": [Quantize(4, group=3)]}, "splits"),

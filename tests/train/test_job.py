@@ -266,7 +266,7 @@ def test_one_rank_needs_no_torchrun_and_sees_the_same_batches(finished, tmp_path
     The losses of two ranks are those of one, because the global batch is the same. Not bit for bit:
     a mean of two means rounds differently. Breaks where a rank takes the wrong rows, or the loss is
     not averaged over ranks.
-    Proves I1, `Job`, `Job.train`, `Job.train_step`, `run.Ranks.rows`, `run.Ranks.mean`.
+    Proves I1, `Job`, `Job.train`, `Job.train_step`, `run.Ranks.rows`.
     """
     options = ["--steps", "6", "--eval-every", "6", "--sample", "1"]
     assert main([*SMALL, "--device", "cpu", "--out", str(tmp_path), *options]) == 0

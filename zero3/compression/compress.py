@@ -72,8 +72,10 @@ from zero3.sharded import Sharded, ShardedModel
 Rule = Prune | Quantize
 Rules = dict[str, list[Rule]]
 MOST_SHARED = 2**31 - 1
-# In the order in which they are applied.
-ORDER: tuple[type[Method], ...] = (PrunedElements, PrunedParts, Quantised, QuantisedInput)
+# What a rule does, by its `kind` or its `of`, in the order in which a weight gets it.
+METHODS: dict[str, type[Method]] = {
+    "element": PrunedElements, "row": PrunedParts, "channel": PrunedParts, "head": PrunedParts,
+    "weight": Quantised, "input": QuantisedInput}
 
 
 def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compression":
@@ -97,7 +99,7 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
     uses = Counter(p for module in found.values() for p in module._parameters.values())
     left = {name: module for name, module in found.items()
             if getattr(module._parameters.get("weight"), "ndim", 0) >= 2}
-    matches: list[tuple[list[nn.Module], list[Rule]]] = []
+    made: list[tuple[Weighted, list[Method]]] = []
     for pattern, of_pattern in rules.items():
         matched = {name: left.pop(name) for name in [*left]
                    if any(fnmatchcase(name, each) for each in pattern.split("|"))}
@@ -106,17 +108,13 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
                f"look at the names, {[*found][:20]}")
         for name, module in matched.items():
             _check(name, module, of_pattern, uses)
-        _check_shared([*matched.values()], of_pattern)
-        matches.append(([*matched.values()], of_pattern))
-    methods: list[Method] = []
-    for modules, of_pattern in matches:
-        added = [method for module in modules for method in _add(module, of_pattern)]
-        sharers = [method for method in added
-                   if isinstance(method, PrunedElements) and method.rule.scope == "global"]
-        for pruned in sharers:
-            pruned.sharers = sharers
-        methods += added
-    compression = Compression(found[""], methods)
+        added = [(module, _methods(module, of_pattern)) for module in matched.values()]
+        _share(added)
+        made += added
+    # Everything is checked now.
+    for module, methods in made:
+        _put(module, methods)
+    compression = Compression(found[""], [each for _, methods in made for each in methods])
     compression.find_thresholds()
     return compression
 
@@ -163,14 +161,7 @@ class Compression:
         self.most_taken = 0
         for method in methods:
             method.compression = self
-        after_steps[self] = Compression._hear
-
-    def _hear(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        # `step(closure)` calls `step()`, which has been counted.
-        closure = [*args[1:], kwargs.get("closure")]
-        is_twice = isinstance(optimizer, Zero3Optimizer) and any(closure)
-        if not is_twice and self.is_trained_by(optimizer):
-            self.follow(optimizer)
+        after_steps[self] = Compression.follow
 
     def __getstate__(self) -> tuple:
         return self.model, self.all_methods
@@ -204,12 +195,19 @@ class Compression:
         trained = {id(p) for p in (*_params(self.model), *shards)}
         return any(id(p) in trained for group in optimizer.param_groups for p in group["params"])
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def follow(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         """
-        ### An optimizer has stepped
+        ### Some optimizer has stepped
+
+        * `args` and `kwargs` are those of its `step`
 
         A new one, beside others or in their place, begins with the step before.
         """
+        # `step(closure)` calls `step()`, which has been counted.
+        closure = [*args[1:], kwargs.get("closure")]
+        is_twice = isinstance(optimizer, Zero3Optimizer) and any(closure)
+        if is_twice or not self.is_trained_by(optimizer):
+            return
         taken = self.taken.get(optimizer, max(self.most_taken - 1, 0)) + 1
         self.taken[optimizer] = taken
         if taken > self.most_taken:
@@ -239,7 +237,8 @@ class Compression:
         groups = [group for group in self.groups if group[0].count]
         if not groups:
             return
-        layers = layers_of(pruned.original for group in groups for pruned in group)
+        numbers = {pruned: i for i, group in enumerate(groups) for pruned in group}
+        layers = layers_of(pruned.original for pruned in numbers)
 
         def total(counts: torch.Tensor) -> torch.Tensor:
             if not layers:
@@ -249,13 +248,15 @@ class Compression:
             rows = layer.comm.numbers(layer, counts)[: layer.comm.world_size]
             return layer.comm.over_stages(layer, rows.sum(dim=0)).sum(dim=0)
 
-        own = own_keys([pruned for group in groups for pruned in group])
-        keys = [torch.cat([own[pruned] for pruned in group]) for group in groups]
-        lists = [torch.full_like(each, number) for number, each in enumerate(keys)]
+        # A stage may have none of the weights.
+        none = torch.empty(0, dtype=torch.int64, device=groups[0][0].state.device)
+        own = [(groups[0][0], none), *own_keys([*numbers])]
+        keys = torch.cat([each for _, each in own])
+        lists = torch.cat([torch.full_like(each, numbers[pruned]) for pruned, each in own])
         counts = [group[0].count for group in groups]
         bits = max(8 * group[0].original.dtype.itemsize + group[0].units().bit_length()
                    for group in groups)
-        found = kth_keys(torch.cat(keys), torch.cat(lists), counts, bits, total)
+        found = kth_keys(keys, lists, counts, bits, total)
         for group, threshold in zip(groups, found, strict=True):
             for pruned in group:
                 pruned.state[1] = threshold
@@ -294,19 +295,6 @@ def _check(name: str,
                "pass other numbers, or match other layers")
 
 
-def _check_shared(modules: list[Weighted], rules: list[Rule]) -> None:
-    """
-    #### Refuse weights that cannot share a threshold
-    """
-    shares = any(isinstance(rule, Prune) and rule.scope == "global" for rule in rules)
-    dtypes = {module.weight.dtype for module in modules}
-    numel = sum(module.weight.numel() for module in modules)
-    expect(not shares or (len(dtypes) == 1 and numel <= MOST_SHARED),
-           "compress: a global threshold", "weights of one data type, because their bits are "
-           f"compared, with at most {MOST_SHARED:,} elements", f"{numel:,} of {dtypes}",
-           "use several patterns, or `scope=\"layer\"`")
-
-
 def _suits(rule: Rule, module: Weighted) -> bool:
     """
     #### Whether the shape and the data type of a weight allow a rule
@@ -322,37 +310,52 @@ def _suits(rule: Rule, module: Weighted) -> bool:
     return is_whole and weight.shape[axis] % (rule.heads or 1) == 0
 
 
-def _add(module: Weighted, rules: list[Rule]) -> list[Method]:
-    """
-    #### Put rules on one layer
-    """
-    methods = [kind(rule, module) for kind in ORDER for rule in rules if _class_of(rule) is kind]
-    of_weight = [method for method in methods if not isinstance(method, QuantisedInput)]
-    if len(of_weight) < len(methods):
-        module.compressed_input = methods[-1]
-        module.register_forward_pre_hook(_round_input, with_kwargs=True)
-    if of_weight:
-        _add_to_weight(module, of_weight)
-    return methods
-
-
 def _class_of(rule: Rule) -> type[Method]:
     """
     #### What a rule does to a module's weight, or to its input
     """
-    if isinstance(rule, Quantize):
-        return Quantised if rule.of == "weight" else QuantisedInput
-    return PrunedElements if rule.kind == "element" else PrunedParts
+    return METHODS[rule.kind if isinstance(rule, Prune) else rule.of]
 
 
-def _add_to_weight(module: Weighted, methods: list[Method]) -> None:
+def _methods(module: Weighted, rules: list[Rule]) -> list[Method]:
     """
-    #### Compute with what these methods make of the weight
+    #### What the rules of a layer do, in the order in which they do it
     """
-    parametrize.register_parametrization(
-        module, "weight", Compressed(methods, module), unsafe=True)
+    order = [*METHODS.values()]
+    return [_class_of(rule)(rule, module)
+            for rule in sorted(rules, key=lambda rule: order.index(_class_of(rule)))]
+
+
+def _share(added: list[tuple[Weighted, list[Method]]]) -> None:
+    """
+    #### Let the weights of a pattern share a threshold, or refuse those that cannot
+    """
+    weights = {method: module.weight for module, methods in added for method in methods
+               if isinstance(method, PrunedElements) and method.rule.scope == "global"}
+    dtypes = {weight.dtype for weight in weights.values()}
+    numel = sum(weight.numel() for weight in weights.values())
+    expect(len(dtypes) < 2 and numel <= MOST_SHARED,
+           "compress: a global threshold", "weights of one data type, because their bits are "
+           f"compared, with at most {MOST_SHARED:,} elements", f"{numel:,} of {dtypes}",
+           "use several patterns, or `scope=\"layer\"`")
+    sharers = [*weights]
+    for method in sharers:
+        method.sharers = sharers
+
+
+def _put(module: Weighted, methods: list[Method]) -> None:
+    """
+    #### Compute with what these methods make of a layer's weight, bias and input
+    """
+    of_weight = [method for method in methods if not isinstance(method, QuantisedInput)]
+    if of_weight:
+        parametrize.register_parametrization(
+            module, "weight", Compressed(of_weight, module), unsafe=True)
     has_bias = getattr(module, "bias", None) is not None
     for method in methods:
+        if isinstance(method, QuantisedInput):
+            module.compressed_input = method
+            module.register_forward_pre_hook(_round_input, with_kwargs=True)
         if has_bias and isinstance(method, PrunedParts) and method.rule.kind == "row":
             parametrize.register_parametrization(module, "bias", PrunedBias(method), unsafe=True)
 

@@ -36,10 +36,11 @@ tests/compression/test_compression.py -k threshold`.
 after each step of the optimizer, because the weights have changed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from zero3.comm.parts import inside
 from zero3.compression.weights import PrunedElements
 from zero3.guards.freed import FreedParameter
 from zero3.guards.moments import Guarded
@@ -88,17 +89,16 @@ def kth_keys(keys: torch.Tensor,
 # ------------------------------------------------------------------------------- keys of the shards
 
 
-def own_keys(prunings: list[PrunedElements]) -> dict[PrunedElements, torch.Tensor]:
+def own_keys(prunings: list[PrunedElements]) -> Iterator[tuple[PrunedElements, torch.Tensor]]:
     """
     ## The keys of the elements that this rank has: `(n,)` int64 of each weight
+
+    A stage of a pipeline yields none of the weights of other stages.
     """
-    found = {}
     by_param = {id(pruned.original): pruned for pruned in prunings}
     for pruned in prunings:
-        whole = pruned.original
-        # A sharded layer has its own in its shards, or none if it is of another stage.
-        found[pruned] = pruned.keys(whole.detach().reshape(-1) if layer_of(whole) is None else
-                                    torch.empty(0, dtype=whole.dtype, device=whole.device))
+        if layer_of(pruned.original) is None:
+            yield pruned, pruned.keys(pruned.original.detach().reshape(-1))
     for layer in layers_of(pruned.original for pruned in prunings):
         layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
                      "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
@@ -110,13 +110,12 @@ def own_keys(prunings: list[PrunedElements]) -> dict[PrunedElements, torch.Tenso
             begin = layer.comm.rank * len(flat.shard)
             shard = flat.storage.load()
             for slot in slots:
-                first = min(max(begin, slot.offset), slot.end)
-                last = max(min(begin + len(shard), slot.end), first)
-                values = shard[first - begin : last - begin].to(layer.device)
+                part = inside(slice(begin, begin + len(shard)), slice(slot.offset, slot.end))
                 pruned = by_param[id(slot.param)]
-                found[pruned] = pruned.keys(values, first - slot.offset)
+                # If the weight begins on an earlier rank, so many of its elements are there.
+                first = max(begin - slot.offset, 0)
+                yield pruned, pruned.keys(shard[part].to(layer.device), first)
             flat.storage.release()
-    return found
 
 
 def layers_of(params: Iterable[torch.Tensor]) -> list[Guarded]:

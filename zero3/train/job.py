@@ -171,9 +171,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"zero3.train: {error}", file=sys.stderr, flush=True)
         return 1
     # torchrun sends SIGTERM if another rank fails.
-    with signals() as came:
+    with signals() as job.came:
         try:
-            code = job.train_each(came)
+            code = job.train_each()
             # Wait for all ranks: torchrun ends rank 0 when another rank leaves.
             job.ranks.gather(code)
             return code
@@ -353,6 +353,7 @@ class Job:
     text: torch.Tensor
     held_out: torch.Tensor
     run: Run = dataclasses.field(default_factory=Run)
+    came: list[int] = dataclasses.field(default_factory=list)  # signals to end the run
     # So that the same command skips this model.
     saves_end: bool = False
     model: Zero3Sequential = dataclasses.field(init=False)
@@ -361,11 +362,9 @@ class Job:
     optimizer: Zero3Optimizer = dataclasses.field(init=False)
     activations: Activations = dataclasses.field(init=False)
 
-    def train_each(self, came: list[int]) -> int:
+    def train_each(self) -> int:
         """
         ### Train one model, or one for each recipe of `--compress`
-
-        * `came` gets the signals to end the run
 
         Several models have a folder each, and start from the same seed. Returns the exit code.
         """
@@ -377,7 +376,7 @@ class Job:
                 Path(out).mkdir(exist_ok=True)
                 self.ranks.say(f"\n--compress {recipe}")
             args = argparse.Namespace(**vars(self.args) | {"compress": recipe, "out": out})
-            job = dataclasses.replace(self, args=args, run=Run(came=came), saves_end=several)
+            job = dataclasses.replace(self, args=args, run=Run(), saves_end=several)
             code = job.train_and_finish()
             if code:
                 return code
@@ -399,17 +398,14 @@ class Job:
             self.ranks.say(f"zero3.train: {one_line(str(error))}", sys.stderr)
             return 2
         begun = len(self.run.losses)
+        tape = Ledger(self.model, self.optimizer)
         with progress(self.ranks, self.args.steps) as show:
-            tape = self.train(show)
+            code = self.train(show, tape)
         if tape.events:
             self.finish(tape)
             if self.args.save_every or begun or self.saves_end:
                 self.save(", the end of this run")
-        elif len(self.run.losses) < self.args.steps:
-            # A supervisor must not believe that the run is done.
-            came = self.ranks.gather(self.run.came)
-            return 128 + max(max(numbers, default=0) for numbers in came)
-        return 0
+        return code
 
     def begin(self) -> None:
         """
@@ -426,8 +422,7 @@ class Job:
             return
         try:
             extra = load(found, self.model, self.optimizer)
-            figures = {name: extra[name] for name in ("losses", "held_out", "train_s")}
-            self.run = dataclasses.replace(self.run, **figures)
+            self.run = Run(**{name: extra[name] for name in vars(self.run)})
         except (RuntimeError, OSError, KeyError, TypeError) as error:
             raise ValueError(f"cannot resume from {found}. {error}") from error
         step = len(self.run.losses)
@@ -448,15 +443,14 @@ class Job:
         params_in = self.offload(self.args.offload_params)
         self.activations = Activations(self.offload(self.args.activations))
         links = self.links()
-        modules = gpt.gpt_layers(self.config)
+        # Before thresholds are found, because they are those of the numbers that are trained.
+        modules = [module.to(dtype) for module in gpt.gpt_layers(self.config)]
         if self.args.compress:
-            # Thresholds are those of the numbers that are trained.
-            modules = [module.to(dtype) for module in modules]
             rules = compressed.RECIPES[self.args.compress](self.args.steps, self.config)
             self.compression = compress(modules, rules)
         group_by = self.group_by(modules)
         layers = [
-            Zero3Layer(module.to(self.ranks.device, dtype), device=self.ranks.device, dtype=dtype,
+            Zero3Layer(module.to(self.ranks.device), device=self.ranks.device, dtype=dtype,
                        offload=params_in, mesh=links, activations=self.activations)
             for module in modules
         ]
@@ -504,41 +498,37 @@ class Job:
     def offload(self, tier: str) -> Offload:
         return Offload(tier, self.args.offload_folder or self.args.out if tier == "nvme" else None)
 
-    def train(self, show: Callable[..., None]) -> Ledger:
+    def train(self, show: Callable[..., None], tape: Ledger) -> int:
         """
         ### The training loop
 
         * `show` gets a step, the losses on the training text and on held-out text, and a rate
+        * `tape` records the last step, unless a signal comes before it
 
-        Returns the record of the last step, empty if a signal came before it.
+        Ranks exchange their losses and signals after each step, in one all-gather of objects.
+        Returns the exit code.
         """
-        tape = Ledger(self.model, self.optimizer)
-        losses = []
-        start_s = time.perf_counter()
         for done in range(len(self.run.losses) + 1, self.args.steps + 1):
-            losses.append(self.train_step(done, tape))
-            evaluates = done == self.args.steps or done % self.args.eval_every == 0
-            # A signal may have reached one rank only.
-            ends = any(self.ranks.gather(bool(self.run.came)))
-            saves = ends or (self.args.save_every and done % self.args.save_every == 0)
-            saves = saves and done + 1 < self.args.steps
-            if not (evaluates or saves):
-                continue
-            # The mean over ranks is that of the whole batch.
-            self.run.losses += [value * BITS for value in self.ranks.mean(losses)]
-            self.run.train_s += time.perf_counter() - start_s
-            if evaluates:
-                self.evaluate(show)
-            if saves:
-                command = "the same command" if self.args.resume == "auto" else "`--resume auto`"
-                self.save(f"; {command} resumes from there" * ends)
-                if ends:
-                    break
-            losses = []
             start_s = time.perf_counter()
-        return tape
+            mine = (self.train_step(done, tape), max(self.came, default=0))
+            losses, signals = zip(*self.ranks.gather(mine), strict=True)
+            # The mean over ranks is that of the whole batch.
+            self.run.losses.append(sum(losses) / len(losses) * BITS)
+            self.run.train_s += time.perf_counter() - start_s
+            if done == self.args.steps or done % self.args.eval_every == 0:
+                self.evaluate(show)
+            # A signal may have reached one rank only.
+            ends = max(signals)
+            saves = ends or (self.args.save_every and done % self.args.save_every == 0)
+            if saves and done + 1 < self.args.steps:
+                command = "the same command" if self.args.resume == "auto" else "`--resume auto`"
+                self.save(f"; {command} resumes from there" * bool(ends))
+                if ends:
+                    # A supervisor must not believe that the run is done.
+                    return 128 + ends
+        return 0
 
-    def train_step(self, done: int, tape: Ledger) -> torch.Tensor:
+    def train_step(self, done: int, tape: Ledger) -> float:
         """
         ### Forward and backward of each micro-batch, then a step of the optimizer
 
@@ -558,7 +548,7 @@ class Job:
                 total += loss.detach()
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return total
+        return total.item()
 
     @torch.no_grad()
     def held_out_loss(self, model: nn.Module) -> float:
@@ -568,9 +558,10 @@ class Job:
         model.eval()
         batches = (gpt.global_batch(self.held_out, i, self.args.batch, self.args.seq_len)
                    for i in range(EVAL_BATCHES))
-        losses = [gpt.next_byte_loss(model, self.ranks.rows(batch)) for batch in batches]
+        losses = [gpt.next_byte_loss(model, self.ranks.rows(batch)).item() for batch in batches]
         model.train()
-        return sum(self.ranks.mean(losses)) / EVAL_BATCHES * BITS
+        means = [sum(each) / len(each) for each in zip(*self.ranks.gather(losses), strict=True)]
+        return sum(means) / EVAL_BATCHES * BITS
 
     def evaluate(self, show: Callable[..., None]) -> None:
         """
@@ -591,12 +582,11 @@ class Job:
 
         * `then` are words on what comes then
         """
-        run = self.run
-        extra = {"options": {name: getattr(self.args, name) for name in OPTIONS},
-                 "losses": run.losses, "held_out": run.held_out, "train_s": run.train_s}
-        where = save(checkpoints(self.args), self.model, self.optimizer, step=len(run.losses),
+        step = len(self.run.losses)
+        extra = {"options": {name: getattr(self.args, name) for name in OPTIONS}, **vars(self.run)}
+        where = save(checkpoints(self.args), self.model, self.optimizer, step=step,
                      extra=extra).wait()
-        self.ranks.say(f"step {len(run.losses)}: saved {where}{then}")
+        self.ranks.say(f"step {step}: saved {where}{then}")
 
     def finish(self, tape: Ledger) -> None:
         """
@@ -650,9 +640,7 @@ class Job:
         unknown = ["activation_bytes", "out_bytes", "in_bytes"] if self.compression else []
         if self.compression is not None and self.compression.groups:
             unknown += ["sent_bytes", "messages", "order_bytes"]
-        for name in unknown:
-            del found[name]
-        return found
+        return {name: nbytes for name, nbytes in found.items() if name not in unknown}
 
     def saved(self) -> Moved:
         """

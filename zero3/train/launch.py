@@ -133,27 +133,24 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> list[Any]:
 
     Raises `AssertionError` with the error texts in the order of their arrival.
     """
-    results: dict[int, object] = {}
-    failed: list[str] = []
+    answers: dict[int, tuple[bool, Any]] = {}  # in the order of their arrival
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
     deadline_s = time.monotonic() + timeout_s
     while waiting and (
             ready := connection.wait(waiting, max(0, deadline_s - time.monotonic()))):
         for pipe in [pipe for pipe in waiting if pipe in ready]:
             rank = waiting.pop(pipe)
-            good, result = _answer(pipe, rank, timeout_s)
-            if good:
-                results[rank] = result
-            else:
-                failed.append(result)
+            answers[rank] = _answer(pipe, rank, timeout_s)
+            if not answers[rank][0]:
                 deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
+    failed = [text for good, text in answers.values() if not good]
     if waiting:
         silent = ", ".join(f"rank {rank}" for rank in waiting.values())
         failed.append(f"{_CONSEQUENCE} {silent}: no answer after another rank had failed"
                       if failed else f"{silent}: no answer after {timeout_s} s")
     if failed:
         raise AssertionError(report(failed))
-    return [results[rank] for rank in range(len(pipes))]
+    return [answers[rank][1] for rank in range(len(pipes))]
 
 
 def _answer(pipe: connection.Connection, rank: int, timeout_s: float) -> tuple[bool, Any]:

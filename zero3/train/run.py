@@ -122,13 +122,6 @@ class Ranks:
         """
         return batch.chunk(self.world_size)[self.rank].to(self.device)
 
-    def mean(self, values: list[torch.Tensor]) -> list[float]:
-        """
-        ### The mean over ranks of each value (all-gather; all ranks must call it)
-        """
-        mine = torch.stack(values).double().tolist()
-        return [sum(each) / self.world_size for each in zip(*self.gather(mine), strict=True)]
-
     def say(self, line: str, file: TextIO | None = None) -> None:
         """
         ### Print a line on rank 0 only
@@ -311,15 +304,12 @@ def signals() -> Iterator[list[int]]:
 @dataclasses.dataclass
 class Run:
     """
-    ## The figures of a run
-
-    The first three go into its checkpoints.
+    ## The figures of a run, which go into its checkpoints
     """
 
     losses: list[float] = dataclasses.field(default_factory=list)  # bits per byte, one per step
     held_out: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # step, bits/byte
     train_s: float = 0.0  # without evaluation
-    came: list[int] = dataclasses.field(default_factory=list)  # signals to end the run
 
 
 def measured(tape: Ledger, rank: int) -> dict[str, int]:
