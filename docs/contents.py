@@ -141,7 +141,6 @@ PATH = (
         ("docs/questions.md", "what you can explain now"),
         ("zero3/optimizer/buckets.py", "small layers share a reduce-scatter"),
         ("zero3/optimizer/states.py", "masters, moments and gradients of a shard"),
-        ("zero3/optimizer/portions.py", "states in two parts: in a tier and on the device"),
         ("zero3/optimizer/whole.py", "whole matrices for Muon: each has an owner"),
         ("zero3/optimizer/steps.py", "who hears of the steps of all optimizers"),
         ("notebooks/06_optimizer.ipynb", "Why masters, loss scales and norms?"),

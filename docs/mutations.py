@@ -215,7 +215,7 @@ MUTATIONS = [
         old="""\
         elif write:
             # Round it to the shard's data type. This is what the layer gathers next.
-            self._round(here)
+            self.flat.storage.replace(whole_of(masters))
 """,
         new="",
         breaks="I1", program="master",

@@ -330,7 +330,7 @@ def test_a_rank_holds_16_bytes_for_each_parameter_of_its_shards(world_size):
     ZeRO's 2 + 2 + 12 after backward, 14 after `zero_grad()`, for bf16 and for fp16; for fp32, where
     the shard is its own master, the same 16 and 12. Beside that 4 bytes for each shard, in which
     torch's Adam counts its steps.
-    Proves `ShardStates.place`, `ShardStates.__init__`, `Portion.can_step_shard`,
+    Proves `ShardStates.place`, `ShardStates.__init__`, `Portion.place`,
     `Zero3Optimizer.zero_grad`.
     """
     numels = [sum(p.numel() for p in layer.parameters())

@@ -92,8 +92,7 @@ from zero3.guards.shard_gradients import GradientElsewhere, elsewhere
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.optimizer.buckets import Bucket, PlannedBucket
-from zero3.optimizer.portions import Piece, whole_of
-from zero3.optimizer.states import Member, ShardStates, is_whole, moments_of
+from zero3.optimizer.states import Member, Piece, ShardStates, is_whole, moments_of, whole_of
 from zero3.optimizer.whole import (
     KNOWN_LOOKS,
     STEPS_EACH,
@@ -290,15 +289,15 @@ class Zero3Optimizer(Stepper):
             name = layer.label
             if paths[layer] and layer.layer_idx == ALONE:
                 name = f"{paths[layer]} ({layer.label})"
-            dtype = self._set_grad_dtype(layer, flat)
+            self._set_grad_dtype(layer, flat)
             for param in params[flat]:
                 # Parameters with equal options share a group.
                 param.group_index = options.index(param.options)
             self.shard_states.append(ShardStates(
-                layer, name, flat, params[flat], dtype, self.offload, self.device))
+                layer, name, flat, params[flat], self.offload, self.device))
         return options
 
-    def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> torch.dtype:
+    def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> None:
         """
         #### Reduce the gradients of a flat parameter in `reduce_dtype`
         """
@@ -314,7 +313,6 @@ class Zero3Optimizer(Stepper):
                      shard.grad_dtype, "call `zero_grad()` of the optimizer before this one first")
         # This allows `.grad` to have another data type than the shard.
         shard.grad_dtype = dtype
-        return dtype
 
     def _members(self, flat: FlatParameter, path: str) -> list[Member]:
         """
@@ -385,7 +383,7 @@ class Zero3Optimizer(Stepper):
             in_files[count].prefetch = in_files[:count]
         self._scratch_bytes = max((
             len(states.shard) * states.master_dtype.itemsize for states in self.shard_states
-            if states.grad_dtype != states.master_dtype), default=0)
+            if states.shard.grad_dtype != states.master_dtype), default=0)
 
     def _make_inner(self, optimizer_class: Callable[..., torch.optim.Optimizer],
                     kwargs: dict[str, Any], groups: list[dict[str, Any]],
@@ -751,7 +749,8 @@ class Zero3Optimizer(Stepper):
         batches: list[list[ShardStates]] = []
         left_bytes = 0
         for states in stepped:
-            alone = states.in_file is not None or states.grad_dtype != states.master_dtype
+            alone = (states.in_file is not None
+                     or states.shard.grad_dtype != states.master_dtype)
             nbytes = len(states.shard) * states.master_dtype.itemsize
             if alone or nbytes > left_bytes:
                 batches.append([])
@@ -783,7 +782,8 @@ class Zero3Optimizer(Stepper):
                         grad.mul_(factor)
                     for piece in stepped:
                         if where.start <= piece.where.start < where.stop:
-                            piece.param.grad = grad[inside(where, piece.where)]
+                            piece.param.grad = grad.narrow(
+                                0, piece.where.start - where.start, len(piece.param))
             # The device first: it steps its portions while the CPU steps the others.
             devices = {piece.param.device for piece in pieces}
             for device in sorted(devices, key=lambda device: device.type == "cpu"):
@@ -794,8 +794,8 @@ class Zero3Optimizer(Stepper):
                 # Record it while the pieces hold the widened gradient, so that it is counted.
                 for portion in states.portions:
                     tier = "device" if portion.device == states.layer.device else "cpu"
-                    nbytes = portion.numel * states.master_dtype.itemsize
-                    states.layer.listener.record(states.layer, "step", nbytes, tier=tier)
+                    states.layer.listener.record(states.layer, "step", portion.master.nbytes,
+                                                 tier=tier)
                 for piece in stepped:
                     piece.param.grad = elsewhere(states.flat, piece.param)
                 if states.in_file is not None:

@@ -106,7 +106,7 @@ class Owners:
         self.comm = stepper.comm
         # The parameters that are stepped whole, and the shards that they are in.
         self.wholes = {param: states for states in stepper.shard_states
-                       for param in states.params if is_whole(param.options) and param.numel}
+                       for param in states.params if is_whole(param.options) and param.shape.numel()}
         self.coming: list[Trip] = []
         self.going: list[Trip] = []
         if groups:
@@ -215,7 +215,7 @@ class Owners:
                 mine = [each[whole.span][:numel].to(states.layer.device, copy=copies)
                         for each in (master, grad)]
             # (numel,) each, device
-            arriving[whole] = [part.new_empty(whole.numel) for part in mine
+            arriving[whole] = [part.new_empty(whole.shape.numel()) for part in mine
                                if whole in self.own]
             carried += [(whole, part, at_owner)
                         for part, at_owner in zip_longest(mine, arriving[whole])]
@@ -316,7 +316,7 @@ class Owners:
         there, here = (sends, receives) if event == "collect" else (receives, sends)
         nbytes = 0
         for whole, piece, at_owner in carried:
-            nbytes += whole.numel * piece.itemsize
+            nbytes += whole.shape.numel() * piece.itemsize
             if at_owner is None:
                 there.append((whole.owner, piece))
                 continue
