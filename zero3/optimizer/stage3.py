@@ -542,8 +542,16 @@ class Zero3Optimizer(Stepper):
         for bucket in self.buckets:
             bucket.end()
         self.has_scaled = False
-        with self._more_threads():
+        before = torch.get_num_threads()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
+        threads = step_threads(self.device, self.layers[0].device, before, ranks)
+        if threads == before:
             return self._step()
+        torch.set_num_threads(threads)
+        try:
+            return self._step()
+        finally:
+            torch.set_num_threads(before)
 
     def _check_ready(self) -> None:
         """
@@ -568,23 +576,6 @@ class Zero3Optimizer(Stepper):
                          "parameters that trained when the optimizer was built", "some that were "
                          "frozen then", "build the optimizer while everything that will train is "
                          "trainable; freeze afterwards")
-
-    @contextmanager
-    def _more_threads(self) -> Iterator[None]:
-        """
-        #### Compute with as many threads as `step_threads` says
-        """
-        before = torch.get_num_threads()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
-        threads = step_threads(self.device, self.layers[0].device, before, ranks)
-        if threads == before:
-            yield
-            return
-        torch.set_num_threads(threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
     def _step(self) -> float | None:
         """
@@ -626,7 +617,8 @@ class Zero3Optimizer(Stepper):
                   if states.shard.grad is not None and not unused.issuperset(states.params)}
         batches = self._batches(pieces)
         try:
-            self.owners.step(unused, factor)
+            if self.owners.wholes:
+                self.owners.step(unused, factor)
             for i, batch in enumerate(batches):
                 # If states rest in files, one buffer is being written, one has the states of this
                 # shard, and the others receive those of the next shards.

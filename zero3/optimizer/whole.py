@@ -105,8 +105,9 @@ class Owners:
         self.stepper = stepper
         self.comm = stepper.comm
         # The parameters that are stepped whole, and the shards that they are in.
-        self.wholes = {param: states for states in stepper.shard_states
-                       for param in states.params if is_whole(param.options) and param.shape.numel()}
+        self.wholes = {param: states
+                       for states in stepper.shard_states for param in states.params
+                       if is_whole(param.options) and param.shape.numel()}
         self.coming: list[Trip] = []
         self.going: list[Trip] = []
         if groups:
