@@ -226,11 +226,9 @@ class ShardStates:
         self.flat.sink = None if stays else self
         if in_memory:
             self.shard.__class__ = nn.Parameter if self.shard_is_master else CountedShard
-            if not self.flat.has_hook:
-                # A weak reference, because shard and hook would keep each other alive forever.
-                hook = partial(_before_accumulation, weakref.ref(self.flat))
-                self.shard.register_hook(hook)
-                self.flat.has_hook = True
+            # A weak reference, because shard and hook would keep each other alive forever. If an
+            # earlier optimizer has registered one, the second one finds nothing left to do.
+            self.shard.register_hook(partial(_before_accumulation, weakref.ref(self.flat)))
         # Cut it where the param group changes.
         self.repartition([param.group_index for param in self.params], {})
         self.synced_version = self.shard._version
@@ -368,8 +366,9 @@ class ShardStates:
         starts = {next(run).span.start for _, run in runs}
         old = self.pieces
         for portion in self.portions:
-            begins = [each for each in starts if portion.where.start < each < portion.where.stop]
-            bounds = sorted([portion.where.start, *begins, portion.where.stop])
+            first = portion.where.start
+            last = portion.where.stop
+            bounds = sorted({first, last, *(each for each in starts if first < each < last)})
             portion.pieces = [self._piece(portion, slice(*each), state)
                               for each in pairwise(bounds)]
         kept = {piece.param for piece in self.pieces}
