@@ -817,6 +817,22 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
     assert one.param_groups[0]["lr"] == 2
 
 
+def test_a_state_with_more_or_fewer_param_groups_is_refused():
+    """
+    Also if it has as many as are stepped element by element: the matrix is stepped whole by SGD in
+    one of them. Breaks where those get the options of another group.
+    Proves `Zero3Optimizer.load_state_dict`.
+    """
+    one, other = (Zero3Optimizer(Zero3Layer(nn.Linear(2, 2)), lr=2, group_by=by)
+                  for by in (lambda name, p: {"optimizer": torch.optim.SGD, "lr": 3.0}
+                             if p.ndim == 2 else {}, None))
+    for mine, theirs, expected, got in ((one, other, 2, 1), (other, one, 1, 2)):
+        before = [group["lr"] for group in mine.param_groups]
+        with pytest.raises(RuntimeError, match=f"Expected: {expected} param groups.*Got: {got}"):
+            mine.load_state_dict(theirs.state_dict())
+        assert [group["lr"] for group in mine.param_groups] == before
+
+
 def test_a_state_does_not_decide_whether_to_scale():
     """
     A dynamic scale goes on from the state's; a run without one, or with a fixed one, keeps its own.

@@ -867,8 +867,9 @@ class Zero3Optimizer(Stepper):
         """
         ### Load masters, moments, param groups and loss scale
 
-        Raises `RuntimeError` if it is of another rank, or if the shards have other sizes; then
-        nothing has changed. Raises torch's `ValueError` if the param groups differ.
+        Raises `RuntimeError` if it is of another rank, if the shards have other sizes, or if there
+        are more or fewer param groups; then nothing has changed. Raises torch's `ValueError` if the
+        param groups have other parameters.
         """
         masters = state_dict["masters"]
         # A file of an earlier version does not say whose it is.
@@ -881,14 +882,16 @@ class Zero3Optimizer(Stepper):
         sizes = [len(master) for master in masters]
         self.expect(sizes == expected, "cannot load this state", f"shards of {expected} elements",
                     f"{sizes}", "load it into the same model on as many ranks, on the same rank")
-        if len(state_dict["param_groups"]) == len(self.param_groups):
-            for states, numbers in zip(self.shard_states, state_dict["cuts"], strict=True):
-                # Cut like the saved pieces, between parameters that were used in different steps.
-                states.repartition(numbers, self.state)
-            self.regroup(self.pieces)
-        # The groups of the wrapped optimizer come first, and so do their numbers.
         groups = state_dict["param_groups"]
-        count = len(self.inner.param_groups) if len(groups) == len(self.param_groups) else None
+        self.expect(len(groups) == len(self.param_groups), "cannot load this state",
+                    f"{len(self.param_groups)} param groups", f"{len(groups)}",
+                    "build the optimizer with the same `group_by`")
+        for states, numbers in zip(self.shard_states, state_dict["cuts"], strict=True):
+            # Cut like the saved pieces, between parameters that were used in different steps.
+            states.repartition(numbers, self.state)
+        self.regroup(self.pieces)
+        # The groups of the wrapped optimizer come first, and so do their numbers.
+        count = len(self.inner.param_groups)
         self.inner.load_state_dict({"state": state_dict["state"], "param_groups": groups[:count]})
         self.owners.load_state_dict(state_dict.get("wholes", {}), groups[count:])
         self._share_groups()
