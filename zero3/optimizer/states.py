@@ -380,18 +380,17 @@ class ShardStates:
         """
         #### An old piece, a part of one with its states, or a new one
         """
-        for piece in portion.pieces:
-            if piece.where == where:
-                return piece
+        old = next((piece for piece in portion.pieces if piece.where.start <= where.start
+                    and where.stop <= piece.where.stop), None)
+        if old and old.where == where:
+            return old
         param = nn.Parameter(portion.master[inside(portion.where, where)])
-        for piece in portion.pieces:
-            old = piece.where
-            if old.start <= where.start and where.stop <= old.stop and piece.param in state:
-                part = slice(where.start - old.start, where.stop - old.start)
-                # A counter, or a moment without elements because it rests in a file, is copied.
-                state[param] = {
-                    name: value[part] if getattr(value, "shape", ()) == (old.stop - old.start,)
-                    else copy.deepcopy(value) for name, value in state[piece.param].items()}
+        if old and old.param in state:
+            numel = old.where.stop - old.where.start
+            # A counter, or a moment without elements because it rests in a file, is copied.
+            state[param] = {
+                name: value[inside(old.where, where)] if getattr(value, "shape", ()) == (numel,)
+                else copy.deepcopy(value) for name, value in state[old.param].items()}
         # Between steps the shard has the gradient. Without a marker, somebody who clips
         # `optimizer.param_groups` would find no gradients, and clip nothing.
         param.grad = elsewhere(self.flat, param)

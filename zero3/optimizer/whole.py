@@ -110,8 +110,7 @@ class Owners:
                        if is_whole(param.options) and param.shape.numel()}
         self.coming: list[Trip] = []
         self.going: list[Trip] = []
-        if groups:
-            self._check_groups(groups)
+        self._check_groups(groups)
         owners = assign([cost(whole.shape)
                          for whole in self.wholes], self.comm.world_size)
         for whole, owner in zip(self.wholes, owners, strict=True):
@@ -257,9 +256,7 @@ class Owners:
         inner = self.inner[whole.group_index]
         group = inner.param_groups[0]
         pieces = group["params"]
-        wide = grad.to(values.dtype)
-        if factor != 1:
-            wide = wide.mul_(factor)
+        wide = grad.to(values.dtype).mul_(factor)
         device = self.stepper.device
         param.data = values.to(device).view(whole.shape)
         param.grad = wide.to(device).view(whole.shape)
