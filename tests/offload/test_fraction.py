@@ -279,7 +279,7 @@ def test_on_an_accelerator_both_step_their_portion(tier, dtype, tmp_path):
     """
     The CPU steps the first portion of each shard, the device the second, and nothing races. Breaks
     if a gradient goes to the CPU whole, or the copies of two portions wait for nobody.
-    Proves I8, I9, `ShardStates.add_grad`, `Portion.grad_device`, `Reducer.deliver`.
+    Proves I8, I9, `ShardStates.add_grad`, `Portion.add_grad`, `Reducer.deliver`.
     """
     expected = None
     for fraction in (1, 0.5, 0):

@@ -437,6 +437,8 @@ class Portion:
 
     def __post_init__(self) -> None:
         shard = self.flat.shard
+        # Where a reduced gradient goes; on its way to a file, CPU memory.
+        self.grad_device = self.device
         in_memory = not isinstance(self.flat.storage, InFile)
         # Whether the master is this range of the shard itself, which the optimizer can step then.
         self.is_master = (in_memory and shard.dtype == self.master_dtype
@@ -498,13 +500,6 @@ class Portion:
             storage.share(self.in_file)
 
     # ------------------------------------------------------------------------------------ gradient
-
-    @property
-    def grad_device(self) -> torch.device:
-        """
-        ### Where a reduced gradient goes; on its way to a file, CPU memory
-        """
-        return self.device
 
     @property
     def grad(self) -> torch.Tensor | None:
