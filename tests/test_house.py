@@ -283,7 +283,7 @@ def test_each_seam_is_filled_by_parts_of_its_type(tmp_path):
     Breaks if a seam asks for more than one of its parts has.
     Proves `Storage`, `GradientSink`, `Schedule`, `Listener`, `Sender`, `Named`, `Reducible`,
     `Guarded`, `Guard`, `Guards`, `Sharers`, `Announced`, `Schedule.ahead`,
-    `Schedule.stays_full`, `ShardStates.grad_device`, `StorageFactory`.
+    `Schedule.stays_full`, `ShardStates.__init__`, `StorageFactory`.
     """
     files = Offload("nvme", folder=tmp_path)
     model = wrap(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear, offload=files)
