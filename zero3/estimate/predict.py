@@ -188,7 +188,7 @@ def memory_table(optimizer: Zero3Optimizer, micro_batches: int = 1) -> str:
     return "\n".join([f"rank {optimizer.comm.global_rank} will hold, in bytes", *lines])
 
 
-def _names(dtypes: Iterable[torch.dtype]) -> str:
+def _names(dtypes: Iterable[torch.dtype | None]) -> str:
     return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
 
 

@@ -455,7 +455,7 @@ class Portion:
         """
         numel = self.where.stop - self.where.start
         wide = len(moments) + (not self.is_master)
-        grad_dtype: torch.dtype = self.flat.shard.grad_dtype
+        grad_dtype = self.flat.shard.grad_dtype or self.flat.shard.dtype
         return numel * (wide * self.master_dtype.itemsize + grad_dtype.itemsize)
 
     def place(self, layer: Zero3Layer,
