@@ -19,7 +19,7 @@ Read the files with numbers in this order. Those with "more" can be skipped.
 | 6 | `comm/leaving.py` | the end of a program: gloo's threads end first |
 | 7 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, the step |
 | 7 | `optimizer/buckets.py` | small layers share a reduce-scatter |
-| 7 | `optimizer/states.py` | masters, moments and gradients of a shard |
+| 7 | `optimizer/states.py` | masters, moments and gradients of a shard, in one place or two |
 | 7 | `optimizer/whole.py` | whole matrices for Muon: each has an owner |
 | 7 | `optimizer/steps.py` | who hears of the steps of all optimizers |
 | more | `offload/tiers.py` | `Offload`: shards in CPU memory or in files |
