@@ -213,9 +213,8 @@ MUTATIONS = [
         "master-stays", "optimizer/states.py", "ShardStates.in_memory",
         title="The master is not copied into its shard",
         old="""\
-        elif write:
             # Round it to the shard's data type. This is what the layer gathers next.
-            self._round(here)
+            self.flat.storage.replace(whole_of(masters))
 """,
         new="",
         breaks="I1", program="master",

@@ -20,8 +20,7 @@ of the book (`docs/`).
 | 6 | `comm/leaving.py` | the end of a program: gloo's threads end first |
 | 7 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, the step |
 | 7 | `optimizer/buckets.py` | small layers share a reduce-scatter |
-| 7 | `optimizer/states.py` | masters, moments and gradients of a shard |
-| 7 | `optimizer/portions.py` | states in two parts: in a tier and on the device |
+| 7 | `optimizer/states.py` | masters, moments and gradients of a shard, in one place or two |
 | 7 | `optimizer/whole.py` | whole matrices for Muon: each has an owner |
 | 7 | `optimizer/steps.py` | who hears of the steps of all optimizers |
 | more | `offload/tiers.py` | `Offload`: shards in CPU memory or in files |

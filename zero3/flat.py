@@ -210,7 +210,6 @@ class FlatParameter:
         # The ranges of the shard that count in the norm of the model; `None` stands for all of it
         # (see `comm/parts.py`).
         self.counted: list[slice] | None = None
-        self.has_hook = False  # on the shard, of the optimizer (see `ShardStates.place`)
         self.slots: list[Slot] = []
         offset = 0
         for param, names in params.items():

@@ -429,7 +429,7 @@ def test_split_layers_are_sharded_again(which, ours, chain, tmp_path):
     load in between; by `wrap` and as a chain, by our optimizer and torch's; one of them with some
     of the positions on each rank. The checkpoint loads at tensor 1 x shard 1, x shard 3, and at
     tensor 2 without shards, with the plain names and shapes.
-    Proves I1, `Zero3Optimizer._squares`, `connect`, `parts._counted`, `part_of`, `Portion.counted`,
+    Proves I1, `Zero3Optimizer._squares`, `connect`, `parts._counted`, `part_of`, `Portion.norms`,
     `clip_grad_norm_`, `save_load.save`, `load`, `CheckpointReader._read_into`, `Param.part`,
     `Param.shape`, `Line.connect`.
     """

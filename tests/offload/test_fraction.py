@@ -227,7 +227,7 @@ def test_bytes_fall_in_proportion(tmp_path):
     Eight layers with 8,192 elements on each of two ranks. Their shards are their own masters, so
     two moments and a gradient are in files. Each step writes all of that, and reads what is in no
     buffer. With 0, 0.25, 0.5 and 1 of the states it is exactly so much.
-    Proves `ShardStates.__init__`, `Portion.nbytes`, `ShardStates.in_file`.
+    Proves `ShardStates.__init__`, `Portion.nbytes`, `ShardStates.place`.
     """
     for found in run(bytes_moved, 2, str(tmp_path)):
         read, written, on_disk = found[1]
@@ -279,7 +279,7 @@ def test_on_an_accelerator_both_step_their_portion(tier, dtype, tmp_path):
     """
     The CPU steps the first portion of each shard, the device the second, and nothing races. Breaks
     if a gradient goes to the CPU whole, or the copies of two portions wait for nobody.
-    Proves I8, I9, `ShardStates.add_grad`, `Portion.grad_device`, `Reducer.deliver`.
+    Proves I8, I9, `ShardStates.add_grad`, `Portion.add_grad`, `Reducer.deliver`.
     """
     expected = None
     for fraction in (1, 0.5, 0):

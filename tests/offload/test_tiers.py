@@ -328,7 +328,7 @@ def moved(model, optimizer, gathers, micro_batches=1):
             kept = 2 if is_master and not of_param else 3
             numel = each.shard.numel()
             states.append((kept * whole_blocks(4 * numel),
-                           whole_blocks(each.grad_dtype.itemsize * numel)))
+                           whole_blocks(each.shard.grad_dtype.itemsize * numel)))
             written += states[-1][0] + micro_batches * states[-1][1]
     return read, states, written
 

@@ -330,7 +330,7 @@ def test_a_rank_holds_16_bytes_for_each_parameter_of_its_shards(world_size):
     ZeRO's 2 + 2 + 12 after backward, 14 after `zero_grad()`, for bf16 and for fp16; for fp32, where
     the shard is its own master, the same 16 and 12. Beside that 4 bytes for each shard, in which
     torch's Adam counts its steps.
-    Proves `ShardStates.place`, `ShardStates.__init__`, `Portion.can_step_shard`,
+    Proves `ShardStates.place`, `ShardStates.__init__`, `Portion.place`,
     `Zero3Optimizer.zero_grad`.
     """
     numels = [sum(p.numel() for p in layer.parameters())
@@ -768,7 +768,7 @@ def test_native_collectives_give_the_same_as_messages():
     """
     The lines that NCCL runs, here over gloo: buckets and norms, in two orders of addition, which
     for two ranks are one.
-    Proves I9, `Communicator.numbers`, `Communicator.total`, `Bucket._send`, `_Gradient`, `_Share`.
+    Proves I9, `Communicator.numbers`, `Communicator.total`, `Bucket._send`, `_Gradient`.
     """
     for (*_, shards), (*_, same) in zip(
         run(bucketed, 2, 1000), run(bucketed, 2, 1000, False), strict=True
@@ -815,6 +815,22 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
     with pytest.raises(RuntimeError, match=r"Expected: shards of \[6\].*Got: \[9\]"):
         one.load_state_dict(other.state_dict())
     assert one.param_groups[0]["lr"] == 2
+
+
+def test_a_state_with_more_or_fewer_param_groups_is_refused():
+    """
+    Also if it has as many as are stepped element by element: the matrix is stepped whole by SGD in
+    one of them. Breaks where those get the options of another group.
+    Proves `Zero3Optimizer.load_state_dict`.
+    """
+    one, other = (Zero3Optimizer(Zero3Layer(nn.Linear(2, 2)), lr=2, group_by=by)
+                  for by in (lambda name, p: {"optimizer": torch.optim.SGD, "lr": 3.0}
+                             if p.ndim == 2 else {}, None))
+    for mine, theirs, expected, got in ((one, other, 2, 1), (other, one, 1, 2)):
+        before = [group["lr"] for group in mine.param_groups]
+        with pytest.raises(RuntimeError, match=f"Expected: {expected} param groups.*Got: {got}"):
+            mine.load_state_dict(theirs.state_dict())
+        assert [group["lr"] for group in mine.param_groups] == before
 
 
 def test_a_state_does_not_decide_whether_to_scale():

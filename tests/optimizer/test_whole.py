@@ -689,9 +689,9 @@ def memory_of_a_step():
     events = [e for e in tape.events if e.event in ("norm", "collect", "give back")]
     rank = dist.get_rank()
     rounds = in_rounds(optimizer.owners.wholes)
-    own = [sum(whole.numel for whole in each if whole.owner == rank) for each in rounds]
-    others = [sum(whole.numel // dist.get_world_size() + 1 for whole in each if whole.owner != rank)
-              for each in rounds]
+    own = [sum(whole.shape.numel() for whole in each if whole.owner == rank) for each in rounds]
+    others = [sum(whole.shape.numel() // dist.get_world_size() + 1
+                  for whole in each if whole.owner != rank) for each in rounds]
     # Values in fp32 and gradients in bf16 of two rounds, and values of the one before.
     most = max(6 * sum(own[i : i + 2]) + 4 * sum((own[i - 1], others[i - 1]) if i else ())
                for i in range(len(rounds)))

@@ -72,7 +72,7 @@ from zero3.checkpoint.save_load import all_here, load_from
 from zero3.comm.parts import inside
 from zero3.in_flight import in_flight
 from zero3.offload.tensors import Broken
-from zero3.optimizer.portions import Here
+from zero3.optimizer.states import Here
 from zero3.whole_model.materialise import agreed
 
 

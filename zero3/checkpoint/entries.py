@@ -64,9 +64,8 @@ from zero3.guards.options import Named
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
 from zero3.offload.tensors import TYPES, Broken, type_name
-from zero3.optimizer.portions import Here
 from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
-from zero3.optimizer.states import Piece, ShardStates, State, first_state
+from zero3.optimizer.states import Here, Piece, ShardStates, State, first_state
 from zero3.optimizer.whole import Owners, Spread
 from zero3.sharded import comm_of
 from zero3.whole_model.wrap import Zero3Model

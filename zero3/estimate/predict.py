@@ -175,7 +175,7 @@ def memory_table(optimizer: Zero3Optimizer, micro_batches: int = 1) -> str:
     found = predict_optimizer(optimizer, micro_batches)
     master_dtypes = _names(each.master_dtype for each in states)
     rows = [("parameters", _names(each.shard.dtype for each in states), found.param_bytes),
-            ("gradients", _names(each.grad_dtype for each in states), found.grad_bytes),
+            ("gradients", _names(each.shard.grad_dtype for each in states), found.grad_bytes),
             ("masters", master_dtypes, found.master_bytes),
             ("moments and counts", master_dtypes, found.optimizer_bytes),
             ("buffers of modules", "", found.buffer_bytes),
@@ -188,7 +188,7 @@ def memory_table(optimizer: Zero3Optimizer, micro_batches: int = 1) -> str:
     return "\n".join([f"rank {optimizer.comm.global_rank} will hold, in bytes", *lines])
 
 
-def _names(dtypes: Iterable[torch.dtype]) -> str:
+def _names(dtypes: Iterable[torch.dtype | None]) -> str:
     return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
 
 

@@ -76,7 +76,7 @@ class Offload(StorageFactory):
     * `block_bytes` is the size of a request
     * `buffers` is how many shards' optimizer states are in memory at once
     * `fraction` of the optimizer states of each shard rest there, and the rest on the device; see
-      `portions.py`
+      `optimizer/states.py`
     * `frozen` encodes the shards of parameters that are frozen when their layer is wrapped:
       `Int8()`, `Int4()` or an `Encoding` of your own. Not for files
 

@@ -51,9 +51,10 @@ class Bucket(Reducer):
         self.holds = 0
         # A weak reference to the optimizer, where a compiled model finds the states of its layers.
         self.optimizer: Any = None
-        self.waiting: list[_Gradient] = []
+        # The gradients that wait, each with its receive buffer, by their layers.
+        self.waiting: dict[Reducible, Pairs] = {}
         # The gradients in flight: one list for each data type, in the order of packing.
-        self.packed: list[list[_Share]] = []
+        self.packed: list[list[_Gradient]] = []
 
     def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
         """
@@ -62,29 +63,38 @@ class Bucket(Reducer):
         Returns true, because the bucket sends by itself.
         """
         # The end of a backward pass offers every layer once more.
-        already_here = layer in self.layers or self._is_waiting(layer)
+        already_here = layer in self.layers or layer in self.waiting
         if not self.holds and not already_here:
-            gradients = [_Gradient(layer, i, *pair)
-                         for i, pair in enumerate(pairs)]
-            if self._fills(gradients) or self.comm.divisor == 1:
+            mine = {layer: pairs}
+            if self._fills(mine) or self.comm.divisor == 1:
                 # Send them at once, without a copy, ahead of the layers that wait.
-                self._send(gradients)
+                self._send(mine)
             else:
-                self.waiting += gradients
+                self.waiting |= mine
                 if self._fills(self.waiting):
-                    self._send_waiting()
+                    self._send(self.waiting)
         return True
 
     def finish(self, layer: Reducible) -> None:
         """
         ### End the reduce of a layer's bucket, if there is one
         """
-        if self._is_waiting(layer):
-            self._send_waiting()
-        if layer in self.layers:
-            # Clear it first: if the ranks diverged, `arrived` raises, and there is nothing to end.
-            self.layers = []
-            self._unpack(self.arrived())
+        if layer in self.waiting:
+            self._send(self.waiting)
+        if layer not in self.layers:
+            return
+        packed = self.packed
+        # Clear them first: if the ranks diverged, `arrived` raises, and there is nothing to end.
+        self.layers = []
+        self.packed = []
+        sums: dict[Reducible, dict[int, torch.Tensor]] = {}
+        # For each data type the sums of this rank's parts, side by side.
+        for group, total in zip(packed, self.arrived(), strict=True):
+            parts = total.split([gradient.rows.shape[1] for gradient in group])
+            for gradient, part in zip(group, parts, strict=True):
+                sums.setdefault(gradient.layer, {})[gradient.position] = part
+        for each, by_position in sums.items():
+            each.add_reduced([by_position[i] for i in sorted(by_position)])
 
     def drop(self, layer: Reducible) -> None:
         """
@@ -92,7 +102,7 @@ class Bucket(Reducer):
 
         The other ranks take part in a reduce that has begun, so it has to end.
         """
-        self.waiting = [g for g in self.waiting if g.layer is not layer]
+        self.waiting.pop(layer, None)
         self.finish(layer)
 
     def end(self) -> None:
@@ -100,69 +110,41 @@ class Bucket(Reducer):
         ### Send the layers that wait, and end all reduces
         """
         if self.waiting:
-            self._send_waiting()
+            self._send(self.waiting)
         super().end()
 
-    def _send_waiting(self) -> None:
-        """
-        #### Send the bucket, full or not
-        """
-        waiting = self.waiting
-        self.waiting = []
-        self._send(waiting)
-
-    def _send(self, gradients: "list[_Gradient]") -> None:
+    def _send(self, gradients: dict[Reducible, Pairs]) -> None:
         """
         #### Start to reduce-scatter these gradients: one collective for each data type
 
         All ranks must call this with the gradients of the same layers.
         """
-        self.land()
-        by_dtype: dict[torch.dtype, list[_Gradient]] = {}
         # In the order of the layers, because gradients may arrive in another order on each rank.
-        for gradient in sorted(gradients, key=lambda g: -g.layer.layer_idx):
-            by_dtype.setdefault(gradient.grad.dtype, []).append(gradient)
-
-        groups = by_dtype.values()
-        self.packed = [[_Share(g.layer, g.position, self.comm.rows(g.grad).shape[1])
-                        for g in group]
-                       for group in groups]
-        layers = list(dict.fromkeys(g.layer
-                                    for group in groups for g in group))
-        pairs = [self._pack(group) for group in groups]
+        layers = sorted(gradients, key=lambda layer: -layer.layer_idx)
+        by_dtype: dict[torch.dtype, list[_Gradient]] = {}
+        for layer in layers:
+            for i, (grad, buffer) in enumerate(gradients[layer]):
+                gradient = _Gradient(layer, i, self.comm.rows(grad), buffer)
+                by_dtype.setdefault(grad.dtype, []).append(gradient)
+            self.waiting.pop(layer, None)
+        self.land()
+        self.packed = list(by_dtype.values())
+        pairs = [self._pack(group) for group in self.packed]
         self.started(layers, self.comm.reduce_scatter(layers, pairs))
 
     def _pack(self, group: "list[_Gradient]") -> tuple[torch.Tensor, torch.Tensor]:
         """
         #### Put gradients side by side, row by row: a gradient and a receive buffer
         """
+        rows = [gradient.rows for gradient in group]
+        # (world_size, sum of all shard_numel), device; without a copy, if there is one gradient.
+        packed = torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
         # The memory of the first one's buffer becomes the receive buffer of all.
-        buffer = group[0].buffer
-        if len(group) == 1:
-            return group[0].grad, buffer
-        rows = [self.comm.rows(gradient.grad) for gradient in group]
-        # (world_size * sum of all shard_numel,), device
-        return torch.cat(rows, dim=1).view(-1), buffer
+        return packed.view(-1), group[0].buffer
 
-    def _unpack(self, totals: list[torch.Tensor]) -> None:
-        """
-        #### Hand every layer of `packed` its sums
-
-        * `totals` has a tensor for each data type: the sums of this rank's shares, side by side
-        """
-        sums: dict[Reducible, dict[int, torch.Tensor]] = {}
-        for shares, total in zip(self.packed, totals, strict=True):
-            parts = total.split([share.numel for share in shares])
-            for share, part in zip(shares, parts, strict=True):
-                sums.setdefault(share.layer, {})[share.position] = part
-        for layer, by_position in sums.items():
-            layer.add_reduced([by_position[i] for i in sorted(by_position)])
-
-    def _is_waiting(self, layer: Reducible) -> bool:
-        return any(gradient.layer is layer for gradient in self.waiting)
-
-    def _fills(self, gradients: "list[_Gradient]") -> bool:
-        return sum(gradient.grad.nbytes for gradient in gradients) >= self.bucket_bytes
+    def _fills(self, gradients: dict[Reducible, Pairs]) -> bool:
+        return sum(grad.nbytes for pairs in gradients.values()
+                   for grad, _ in pairs) >= self.bucket_bytes
 
 
 class PlannedBucket(Bucket):
@@ -178,25 +160,15 @@ class PlannedBucket(Bucket):
         ### Send what waits, unless `no_sync()` holds it back
         """
         if self.waiting and not self.holds:
-            self._send_waiting()
+            self._send(self.waiting)
 
 
 class _Gradient(NamedTuple):
     """
-    ## A flat gradient that waits, and where it comes from
+    ## A flat gradient in a bucket, and where it comes from
     """
 
     layer: Reducible
     position: int  # among the layer's flat gradients
-    grad: torch.Tensor  # (world_size * shard_numel,), device
+    rows: torch.Tensor  # (world_size, shard_numel), device
     buffer: torch.Tensor  # as many elements; its memory may become a receive buffer
-
-
-class _Share(NamedTuple):
-    """
-    ## A rank's share of a gradient in flight
-    """
-
-    layer: Reducible
-    position: int  # among the layer's flat gradients
-    numel: int  # shard_numel of the flat gradient

@@ -92,8 +92,7 @@ from zero3.guards.shard_gradients import GradientElsewhere, elsewhere
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
 from zero3.optimizer.buckets import Bucket, PlannedBucket
-from zero3.optimizer.portions import Piece, whole_of
-from zero3.optimizer.states import Member, ShardStates, is_whole, moments_of
+from zero3.optimizer.states import Member, Piece, ShardStates, is_whole, moments_of, whole_of
 from zero3.optimizer.whole import (
     KNOWN_LOOKS,
     STEPS_EACH,
@@ -290,15 +289,15 @@ class Zero3Optimizer(Stepper):
             name = layer.label
             if paths[layer] and layer.layer_idx == ALONE:
                 name = f"{paths[layer]} ({layer.label})"
-            dtype = self._set_grad_dtype(layer, flat)
+            self._set_grad_dtype(layer, flat)
             for param in params[flat]:
                 # Parameters with equal options share a group.
                 param.group_index = options.index(param.options)
             self.shard_states.append(ShardStates(
-                layer, name, flat, params[flat], dtype, self.offload, self.device))
+                layer, name, flat, params[flat], self.offload, self.device))
         return options
 
-    def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> torch.dtype:
+    def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> None:
         """
         #### Reduce the gradients of a flat parameter in `reduce_dtype`
         """
@@ -314,7 +313,6 @@ class Zero3Optimizer(Stepper):
                      shard.grad_dtype, "call `zero_grad()` of the optimizer before this one first")
         # This allows `.grad` to have another data type than the shard.
         shard.grad_dtype = dtype
-        return dtype
 
     def _members(self, flat: FlatParameter, path: str) -> list[Member]:
         """
@@ -385,7 +383,7 @@ class Zero3Optimizer(Stepper):
             in_files[count].prefetch = in_files[:count]
         self._scratch_bytes = max((
             len(states.shard) * states.master_dtype.itemsize for states in self.shard_states
-            if states.grad_dtype != states.master_dtype), default=0)
+            if states.shard.grad_dtype != states.master_dtype), default=0)
 
     def _make_inner(self, optimizer_class: Callable[..., torch.optim.Optimizer],
                     kwargs: dict[str, Any], groups: list[dict[str, Any]],
@@ -544,8 +542,16 @@ class Zero3Optimizer(Stepper):
         for bucket in self.buckets:
             bucket.end()
         self.has_scaled = False
-        with self._more_threads():
+        before = torch.get_num_threads()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
+        threads = step_threads(self.device, self.layers[0].device, before, ranks)
+        if threads == before:
             return self._step()
+        torch.set_num_threads(threads)
+        try:
+            return self._step()
+        finally:
+            torch.set_num_threads(before)
 
     def _check_ready(self) -> None:
         """
@@ -570,23 +576,6 @@ class Zero3Optimizer(Stepper):
                          "parameters that trained when the optimizer was built", "some that were "
                          "frozen then", "build the optimizer while everything that will train is "
                          "trainable; freeze afterwards")
-
-    @contextmanager
-    def _more_threads(self) -> Iterator[None]:
-        """
-        #### Compute with as many threads as `step_threads` says
-        """
-        before = torch.get_num_threads()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
-        threads = step_threads(self.device, self.layers[0].device, before, ranks)
-        if threads == before:
-            yield
-            return
-        torch.set_num_threads(threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
     def _step(self) -> float | None:
         """
@@ -628,7 +617,8 @@ class Zero3Optimizer(Stepper):
                   if states.shard.grad is not None and not unused.issuperset(states.params)}
         batches = self._batches(pieces)
         try:
-            self.owners.step(unused, factor)
+            if self.owners.wholes:
+                self.owners.step(unused, factor)
             for i, batch in enumerate(batches):
                 # If states rest in files, one buffer is being written, one has the states of this
                 # shard, and the others receive those of the next shards.
@@ -751,7 +741,8 @@ class Zero3Optimizer(Stepper):
         batches: list[list[ShardStates]] = []
         left_bytes = 0
         for states in stepped:
-            alone = states.in_file is not None or states.grad_dtype != states.master_dtype
+            alone = (states.in_file is not None
+                     or states.shard.grad_dtype != states.master_dtype)
             nbytes = len(states.shard) * states.master_dtype.itemsize
             if alone or nbytes > left_bytes:
                 batches.append([])
@@ -783,7 +774,8 @@ class Zero3Optimizer(Stepper):
                         grad.mul_(factor)
                     for piece in stepped:
                         if where.start <= piece.where.start < where.stop:
-                            piece.param.grad = grad[inside(where, piece.where)]
+                            piece.param.grad = grad.narrow(
+                                0, piece.where.start - where.start, len(piece.param))
             # The device first: it steps its portions while the CPU steps the others.
             devices = {piece.param.device for piece in pieces}
             for device in sorted(devices, key=lambda device: device.type == "cpu"):
@@ -794,8 +786,8 @@ class Zero3Optimizer(Stepper):
                 # Record it while the pieces hold the widened gradient, so that it is counted.
                 for portion in states.portions:
                     tier = "device" if portion.device == states.layer.device else "cpu"
-                    nbytes = portion.numel * states.master_dtype.itemsize
-                    states.layer.listener.record(states.layer, "step", nbytes, tier=tier)
+                    states.layer.listener.record(states.layer, "step", portion.master.nbytes,
+                                                 tier=tier)
                 for piece in stepped:
                     piece.param.grad = elsewhere(states.flat, piece.param)
                 if states.in_file is not None:
@@ -875,8 +867,9 @@ class Zero3Optimizer(Stepper):
         """
         ### Load masters, moments, param groups and loss scale
 
-        Raises `RuntimeError` if it is of another rank, or if the shards have other sizes; then
-        nothing has changed. Raises torch's `ValueError` if the param groups differ.
+        Raises `RuntimeError` if it is of another rank, if the shards have other sizes, or if there
+        are more or fewer param groups; then nothing has changed. Raises torch's `ValueError` if the
+        param groups have other parameters.
         """
         masters = state_dict["masters"]
         # A file of an earlier version does not say whose it is.
@@ -889,14 +882,16 @@ class Zero3Optimizer(Stepper):
         sizes = [len(master) for master in masters]
         self.expect(sizes == expected, "cannot load this state", f"shards of {expected} elements",
                     f"{sizes}", "load it into the same model on as many ranks, on the same rank")
-        if len(state_dict["param_groups"]) == len(self.param_groups):
-            for states, numbers in zip(self.shard_states, state_dict["cuts"], strict=True):
-                # Cut like the saved pieces, between parameters that were used in different steps.
-                states.repartition(numbers, self.state)
-            self.regroup(self.pieces)
-        # The groups of the wrapped optimizer come first, and so do their numbers.
         groups = state_dict["param_groups"]
-        count = len(self.inner.param_groups) if len(groups) == len(self.param_groups) else None
+        self.expect(len(groups) == len(self.param_groups), "cannot load this state",
+                    f"{len(self.param_groups)} param groups", f"{len(groups)}",
+                    "build the optimizer with the same `group_by`")
+        for states, numbers in zip(self.shard_states, state_dict["cuts"], strict=True):
+            # Cut like the saved pieces, between parameters that were used in different steps.
+            states.repartition(numbers, self.state)
+        self.regroup(self.pieces)
+        # The groups of the wrapped optimizer come first, and so do their numbers.
+        count = len(self.inner.param_groups)
         self.inner.load_state_dict({"state": state_dict["state"], "param_groups": groups[:count]})
         self.owners.load_state_dict(state_dict.get("wholes", {}), groups[count:])
         self._share_groups()

@@ -28,39 +28,67 @@ they share one.
 file, so one read brings them all into one of a few buffers. The optimizer prefetches the states of
 the next shards before it steps this one, and does not wait for the writes of the previous shards.
 
-A gradient goes to the place of the master as soon as it is reduced. With a `fraction`, both have
-two places (`portions.py`).
+A gradient goes to the place of the master as soon as it is reduced.
+
+**States in two places.** What rests in one place is a *portion*. Most shards have one. With
+`Offload("cpu", fraction=0.6)` they have two: the first rests and is stepped in CPU memory, the
+second stays on the device. So the states fill what the device has left, and no more than the rest
+travels. A shard of 5,000 fp32 weights, with Adam and `fraction=0.6`:
+
+| | elements | master and moments | gradient |
+|---|---|---|---|
+| in the tier | 3,072 | 36,864 bytes | 12,288 bytes |
+| on the device | 1,928 | 23,136 bytes | 7,712 bytes |
+
+The cut is at the end of a block of 1,024 elements:
+
+$$\text{elements in the tier} = \min\left(n,
+\left\lceil \frac{\text{fraction} \cdot n}{1024} \right\rceil \cdot 1024\right)$$
+
+In fp32 that is a block of a disk, so a file has no more bytes than the fraction needs. And the norm
+adds squares in such blocks (`norm_of`), so clipping computes the same bits with any fraction.
+[ZeRO-Offload++](https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/blogs/deepspeed-offloadpp/README.md)
+calls it Twin-Flow.
 
 **Pieces are cut once more** between parameters that are used in different steps, because the
 optimizer counts the steps of each piece.
 
 **Run this**: `make train ARGS="--offload-optimizer nvme"`; `tape.png` shows the reads and writes.
+And `python -m pytest tests/offload/test_fraction.py`.
 
 **Not covered, and what that costs**: reading a part of a shard's states, even if only one piece has
 something to step. On an accelerator the step waits while an updated shard is copied back from CPU
 memory.
+
+A shard with at most 1,024 elements is not cut. The last bit may depend on the fraction in three
+cases: two processors compute; under tensor parallelism the blocks of a norm begin at a parameter;
+and torch's fused step rounds the few elements at the end of a piece otherwise, so a cut matters in
+a param group that begins inside of a shard. Parameters that are stepped whole take no fraction.
 """
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zero3.comm.parts import inside
 from zero3.flat import FlatParameter, Names, Slot
-from zero3.gradients import BLOCK_NUMEL, norm_of
+from zero3.gradients import BLOCK_NUMEL, block_norms, norm_of
 from zero3.guards.shard_gradients import GradientElsewhere, elsewhere, plain_part
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
+from zero3.offload.memory import copy_to
 from zero3.offload.tiers import Offload
-from zero3.optimizer.portions import Here, Piece, Portion, State, whole_of
+
+# An optimizer's states: for each parameter, its moments and counters by name.
+State = MutableMapping[torch.Tensor, dict[str, Any]]
 
 
 @dataclass(eq=False)
@@ -82,10 +110,6 @@ class Member:
     def shape(self) -> torch.Size:
         return self.slot.view.shape
 
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
 
 def is_whole(options: dict[str, Any]) -> bool:
     """
@@ -94,13 +118,42 @@ def is_whole(options: dict[str, Any]) -> bool:
     return "optimizer" in options
 
 
+class Piece(NamedTuple):
+    """
+    ## A part of a master that the optimizer steps as one parameter
+    """
+
+    group_index: int  # of its param group
+    where: slice  # in the shard
+    param: nn.Parameter  # a view of the master; without elements while the master is in a file
+    positions: list[int]  # of the parameters that it has elements of, in the flat parameter
+
+
+class Here(NamedTuple):
+    """
+    ## A portion while it is in memory
+    """
+
+    where: slice  # in the shard
+    master: torch.Tensor  # (n,)
+    grad: Any  # (n,), if there is one
+
+
+def whole_of(parts: list[torch.Tensor]) -> torch.Tensor:
+    """
+    ## The values of all portions, one after the other: a copy, if there are several
+    """
+    return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[0].device)
+                                                       for part in parts])
+
+
 class ShardStates:
     """
     ## Master, moments and gradient of a trainable shard
     """
 
     def __init__(self, layer: Zero3Layer, name: str, flat: FlatParameter, params: list[Member],
-                 grad_dtype: torch.dtype, offload: Offload, device: torch.device):
+                 offload: Offload, device: torch.device):
         """
         ### Divide the states between a tier and the device
 
@@ -115,7 +168,6 @@ class ShardStates:
         self.params = params
         # fp32, or the shard's data type if that is wider.
         self.master_dtype = torch.promote_types(self.shard.dtype, torch.float32)
-        self.grad_dtype = grad_dtype
         # The shard's `_version` when shard and master last agreed.
         self.synced_version = 0
         # Brings master and moments back, if somebody has moved them elsewhere for a while, as a
@@ -127,8 +179,11 @@ class ShardStates:
         parts = [(slice(0, cut), offload, device),
                  (slice(cut, numel), Offload(), layer.device)]
         # One, or two if the states rest in two places.
-        self.portions = [Portion(flat, *part, self.master_dtype, grad_dtype)
+        self.portions = [Portion(flat, *part, self.master_dtype)
                          for part in parts if part[0].start < part[0].stop]
+        # Where a reduced gradient goes; those of two portions go on from the device.
+        self.grad_device = (self.portions[0].device if len(self.portions) == 1
+                            else layer.device)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -141,17 +196,6 @@ class ShardStates:
         """
         (portion,) = self.portions
         return portion.master
-
-    @property
-    def in_file(self) -> InFile | None:
-        """
-        ### The file of the states, if they rest in one
-        """
-        return self.portions[0].in_file
-
-    @property
-    def shard_is_master(self) -> bool:
-        return all(portion.is_master for portion in self.portions)
 
     # --------------------------------------------------------------------------------------- place
 
@@ -170,32 +214,28 @@ class ShardStates:
             portion.place(self.layer, values[portion.where], moments)
         storage.release()
         first = self.portions[0]
-        stays = (len(self.portions) == 1 and first.in_file is None
-                 and not isinstance(storage, InFile) and first.device == self.shard.device)
+        # The file of the states, if they rest in one.
+        self.in_file = first.in_file
+        # Whether the optimizer steps the shard itself.
+        self.shard_is_master = all(portion.is_master for portion in self.portions)
+        in_memory = not isinstance(storage, InFile)
+        stays = (in_memory and self.in_file is None and len(self.portions) == 1
+                 and first.device == self.shard.device)
         # `Reducer.deliver` calls `add_grad` below, unless the gradient stays the shard's `.grad`.
         # Set it in either case, because an earlier optimizer may have put its own there.
         self.flat.sink = None if stays else self
-        if not isinstance(storage, InFile):
+        if in_memory:
             self.shard.__class__ = nn.Parameter if self.shard_is_master else CountedShard
-            if not self.flat.has_hook:
-                # A weak reference, because shard and hook would keep each other alive forever.
-                hook = partial(_before_accumulation, weakref.ref(self.flat))
-                self.shard.register_hook(hook)
-                self.flat.has_hook = True
+            # A weak reference, because shard and hook would keep each other alive forever. If an
+            # earlier optimizer has registered one, the second one finds nothing left to do.
+            self.shard.register_hook(partial(_before_accumulation, weakref.ref(self.flat)))
         # Cut it where the param group changes.
         self.repartition([param.group_index for param in self.params], {})
         self.synced_version = self.shard._version
 
     # ------------------------------------------------------------------------------------ gradient
 
-    @property
-    def grad_device(self) -> torch.device:
-        """
-        ### Where a reduced gradient goes; those of two portions go on from the device
-        """
-        return self.portions[0].device if len(self.portions) == 1 else self.layer.device
-
-    def current(self) -> list[Portion]:
+    def current(self) -> "list[Portion]":
         """
         ### The portions, with the gradients that the caller has left
 
@@ -294,22 +334,16 @@ class ShardStates:
             # The step wrote past the shard's own count, by which its layer notices a step.
             torch.autograd.graph.increment_version(self.shard)
         elif write:
+            masters = [each.master for each in here]
+            if len(masters) > 1:
+                # They travel in the shard's data type.
+                masters = [each.to(self.shard.device, self.shard.dtype)
+                           for each in masters]
             # Round it to the shard's data type. This is what the layer gathers next.
-            self._round(here)
+            self.flat.storage.replace(whole_of(masters))
         if write or self.in_file is None:
             # If a master in a file was only read, the file still has the old one.
             self.synced_version = self.shard._version
-
-    def _round(self, here: list[Here]) -> None:
-        """
-        #### Round the masters into the shard
-        """
-        masters = [each.master for each in here]
-        if len(masters) > 1:
-            # They travel in the shard's data type.
-            masters = [each.to(self.shard.device, self.shard.dtype)
-                       for each in masters]
-        self.flat.storage.replace(whole_of(masters))
 
     # --------------------------------------------------------------------------------------- pieces
 
@@ -332,8 +366,9 @@ class ShardStates:
         starts = {next(run).span.start for _, run in runs}
         old = self.pieces
         for portion in self.portions:
-            begins = [each for each in starts if portion.where.start < each < portion.where.stop]
-            bounds = sorted([portion.where.start, *begins, portion.where.stop])
+            first = portion.where.start
+            last = portion.where.stop
+            bounds = sorted({first, last, *(each for each in starts if first < each < last)})
             portion.pieces = [self._piece(portion, slice(*each), state)
                               for each in pairwise(bounds)]
         kept = {piece.param for piece in self.pieces}
@@ -341,22 +376,21 @@ class ShardStates:
             if piece.param not in kept:
                 state.pop(piece.param, None)
 
-    def _piece(self, portion: Portion, where: slice, state: State) -> Piece:
+    def _piece(self, portion: "Portion", where: slice, state: State) -> Piece:
         """
         #### An old piece, a part of one with its states, or a new one
         """
-        for piece in portion.pieces:
-            if piece.where == where:
-                return piece
+        old = next((piece for piece in portion.pieces if piece.where.start <= where.start
+                    and where.stop <= piece.where.stop), None)
+        if old and old.where == where:
+            return old
         param = nn.Parameter(portion.master[inside(portion.where, where)])
-        for piece in portion.pieces:
-            old = piece.where
-            if old.start <= where.start and where.stop <= old.stop and piece.param in state:
-                part = slice(where.start - old.start, where.stop - old.start)
-                # A counter, or a moment without elements because it rests in a file, is copied.
-                state[param] = {
-                    name: value[part] if getattr(value, "shape", ()) == (old.stop - old.start,)
-                    else copy.deepcopy(value) for name, value in state[piece.param].items()}
+        if old and old.param in state:
+            numel = old.where.stop - old.where.start
+            # A counter, or a moment without elements because it rests in a file, is copied.
+            state[param] = {
+                name: value[inside(old.where, where)] if getattr(value, "shape", ()) == (numel,)
+                else copy.deepcopy(value) for name, value in state[old.param].items()}
         # Between steps the shard has the gradient. Without a marker, somebody who clips
         # `optimizer.param_groups` would find no gradients, and clip nothing.
         param.grad = elsewhere(self.flat, param)
@@ -377,6 +411,231 @@ class ShardStates:
                              state)
         return [piece for piece in self.pieces
                 if self.params[piece.positions[0]] not in unused]
+
+
+@dataclass(eq=False, repr=False)
+class Portion:
+    """
+    ## Master, moments and gradient of a range of a shard
+    """
+
+    flat: FlatParameter
+    where: slice  # in the shard
+    offload: Offload  # says where the states rest
+    device: torch.device  # of the step
+    master_dtype: torch.dtype
+    # (n,); without elements while it rests in a file.
+    master: Any = None
+    pieces: list[Piece] = field(default_factory=list)  # those of the shard that are in here
+    in_file: InFile | None = None  # the states that rest in a file, always with the gradient
+    stepped: list[str] = field(default_factory=list)  # those of them that a step changes
+    # The gradient, if it rests in memory, and not in the shard.
+    own_grad: torch.Tensor | None = None
+    file_norms: torch.Tensor | None = None  # of the gradient in the file, if there is one
+    # Prefetch the states of these when this gradient has arrived.
+    prefetch: Sequence["Portion"] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        shard = self.flat.shard
+        # Where a reduced gradient goes; on its way to a file, CPU memory.
+        self.grad_device = self.device
+        in_memory = not isinstance(self.flat.storage, InFile)
+        # Whether the master is this range of the shard itself, which the optimizer can step then.
+        self.is_master = (in_memory and shard.dtype == self.master_dtype
+                          and shard.device == self.device)
+        counted = self.flat.counted
+        # The ranges of the portion that count for a norm; `None` stands for all.
+        self.counted = counted and [inside(self.where, each) for each in counted]
+
+    # --------------------------------------------------------------------------------------- place
+
+    def nbytes(self, moments: list[str]) -> int:
+        """
+        ### Bytes of master, moments and gradient, besides the shard
+        """
+        numel = self.where.stop - self.where.start
+        wide = len(moments) + (not self.is_master)
+        grad_dtype = self.flat.shard.grad_dtype or self.flat.shard.dtype
+        return numel * (wide * self.master_dtype.itemsize + grad_dtype.itemsize)
+
+    def place(self, layer: Zero3Layer,
+              values: torch.Tensor, moments: list[str]) -> None:
+        """
+        ### Put the states where they rest
+
+        * `values` are those of the shard, `(n,)`
+        * `moments` are the names of the tensors that the optimizer keeps for each parameter
+        """
+        in_file = self.offload.place(self.nbytes(moments)) == "nvme"
+        if self.is_master:
+            self.master = values
+        elif not in_file:
+            self.master = copy_to(self.device, values, self.master_dtype, layer.device)
+        if in_file:
+            self._open_file(layer, values, moments)
+
+    def _open_file(self, layer: Zero3Layer,
+                   values: torch.Tensor, moments: list[str]) -> None:
+        """
+        #### Let the states rest in a file, with the master unless it is the shard
+
+        A shard that rests in a file, and has the master's data type, shares this one.
+        """
+        shard = self.flat.shard
+        storage = self.flat.storage
+        # One zero for all elements: the wrapped optimizer finds the right size.
+        zeros = torch.zeros(1, dtype=self.master_dtype).expand(len(values))
+        self.stepped = ["master"] * (not self.is_master) + moments
+        like = dict.fromkeys(self.stepped, zeros)
+        like["grad"] = zeros.to(shard.grad_dtype)
+        buffers = self.offload.buffers_for("states", layer, self.offload.buffers)
+        self.in_file = InFile(buffers, layer, like)
+        if not self.is_master:
+            self.master = zeros
+            self.in_file.blank("master")["master"].copy_(values)
+            self.in_file.write_async("master")
+        if (isinstance(storage, InFile) and len(values) == len(shard)
+                and shard.dtype == self.master_dtype):
+            self.is_master = True
+            storage.share(self.in_file)
+
+    # ------------------------------------------------------------------------------------ gradient
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """
+        ### The gradient as a plain tensor, if there is one and it rests in memory
+
+        A `ShardGradient` would not tell the norm of one rank's part.
+        """
+        if self.flat.sink is not None:
+            return self.own_grad
+        grad = self.flat.shard.grad
+        return None if grad is None else plain_part(grad)
+
+    def norms(self) -> torch.Tensor | None:
+        """
+        ### The norms of the gradient's blocks, `(blocks,)`, if there is one
+        """
+        grad = self.grad
+        return self.file_norms if grad is None else block_norms(grad, self.counted)
+
+    @torch.no_grad()
+    def add_grad(self, total: torch.Tensor, names: Names = ()) -> None:
+        """
+        ### Add a reduced gradient, `(n,)`, on `grad_device`
+        """
+        if self.in_file is None:
+            # The sum of a bucket is a view, which would keep the whole bucket in memory.
+            is_view = total.untyped_storage().nbytes() > total.nbytes
+            total = total.to(self.device, copy=is_view)
+            self.own_grad = total if self.own_grad is None else self.own_grad.add_(total)
+            return
+        if self.file_norms is None:
+            grad = self.in_file.blank("grad")["grad"].copy_(total)
+        else:
+            grad = self.in_file.wait("grad")["grad"].add_(total.cpu())
+        # Take the norm now, or the step would have to read the gradient twice.
+        self.file_norms = block_norms(grad, self.counted)
+        self.in_file.write_async("grad")
+        for portion in self.prefetch:
+            if portion.in_file and portion.stepped:
+                portion.in_file.read_async(*portion.stepped)
+
+    def read_grad(self) -> torch.Tensor | None:
+        """
+        ### The gradient, wherever it rests; a gradient in a file is copied into memory
+        """
+        if self.file_norms is None or self.in_file is None:
+            return self.grad
+        grad = self.in_file.wait("grad")["grad"].clone()
+        self.in_file.release()
+        return grad
+
+    def drop_grad(self, set_to_none: bool = True) -> None:
+        """
+        ### Forget a gradient that is not in the shard, or set the gradient to zero
+        """
+        if set_to_none:
+            self.file_norms = None
+            self.own_grad = None
+        elif self.grad is not None:
+            self.grad.zero_()
+        elif self.file_norms is not None and self.in_file is not None:
+            self.file_norms = torch.zeros_like(self.file_norms)
+            self.in_file.blank("grad")["grad"].zero_()
+            self.in_file.write_async("grad")
+
+    # ---------------------------------------------------------------------------------------- step
+
+    @contextmanager
+    def in_memory(self, state: State,
+                  write: bool, stale: bool) -> Iterator[Here]:
+        """
+        ### Master, moments and gradient in memory, inside this context
+
+        * `state` and `write` are as for `ShardStates.in_memory`
+        * `stale` says that the caller has written into the shard
+        """
+        views = self.in_file.wait() if self.in_file is not None else {}
+        master = self._current_master(views, stale)
+        if master.data_ptr() != self.master.data_ptr():
+            self.put_master(master)
+        for known, name, view in self._moments(state, views):
+            if not known[name].numel():
+                known[name] = view
+        try:
+            yield Here(self.where, self.master, views.get("grad", self.grad))
+            # Moments that the optimizer has made in this step.
+            for known, name, view in self._moments(state, views):
+                if known[name].data_ptr() != view.data_ptr():
+                    known[name] = view.copy_(known[name])
+            if self.in_file is not None and write and self.stepped:
+                self.in_file.write_async(*self.stepped)
+        finally:
+            # Leave pieces and moments without elements: the next shard gets the buffer.
+            for known, name, view in self._moments(state, views):
+                if known[name].data_ptr() == view.data_ptr():
+                    known[name] = view.new_empty(0)
+            if self.in_file is not None:
+                self.put_master(self.master.new_empty(0))
+                if self.in_file.held:
+                    self.in_file.release()
+
+    def _current_master(self, views: dict[str, torch.Tensor], stale: bool) -> torch.Tensor:
+        """
+        #### The master, in memory, with what the caller has written into the shard
+        """
+        storage = self.flat.storage
+        if self.is_master and "master" not in views:
+            # `model.to("cpu:0")` gives the shard another memory.
+            return storage.load()[self.where]
+        master = views.get("master", self.master)
+        if stale and not self.is_master:
+            master.copy_(storage.load()[self.where])
+            storage.release()
+        return master
+
+    def put_master(self, master: torch.Tensor) -> None:
+        """
+        ### Take another tensor as the master, and let the pieces be views of it
+
+        * `master` has the same values, `(n,)`; or no elements, while they are elsewhere
+        """
+        self.master = master
+        for piece in self.pieces:
+            piece.param.data = master[inside(self.where, piece.where)]
+
+    def _moments(self, state: State, views: dict[str, torch.Tensor]
+                 ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        """
+        #### Every moment in the file: its piece's states, its name in them, its view of the buffer
+        """
+        for piece in self.pieces if views else ():
+            known = state.get(piece.param, {})
+            for name, value in known.items():
+                if name in views and isinstance(value, torch.Tensor):
+                    yield known, name, views[name][inside(self.where, piece.where)]
 
 
 class CountedShard(nn.Parameter):

@@ -105,12 +105,12 @@ class Owners:
         self.stepper = stepper
         self.comm = stepper.comm
         # The parameters that are stepped whole, and the shards that they are in.
-        self.wholes = {param: states for states in stepper.shard_states
-                       for param in states.params if is_whole(param.options) and param.numel}
+        self.wholes = {param: states
+                       for states in stepper.shard_states for param in states.params
+                       if is_whole(param.options) and param.shape.numel()}
         self.coming: list[Trip] = []
         self.going: list[Trip] = []
-        if groups:
-            self._check_groups(groups)
+        self._check_groups(groups)
         owners = assign([cost(whole.shape)
                          for whole in self.wholes], self.comm.world_size)
         for whole, owner in zip(self.wholes, owners, strict=True):
@@ -215,7 +215,7 @@ class Owners:
                 mine = [each[whole.span][:numel].to(states.layer.device, copy=copies)
                         for each in (master, grad)]
             # (numel,) each, device
-            arriving[whole] = [part.new_empty(whole.numel) for part in mine
+            arriving[whole] = [part.new_empty(whole.shape.numel()) for part in mine
                                if whole in self.own]
             carried += [(whole, part, at_owner)
                         for part, at_owner in zip_longest(mine, arriving[whole])]
@@ -256,9 +256,7 @@ class Owners:
         inner = self.inner[whole.group_index]
         group = inner.param_groups[0]
         pieces = group["params"]
-        wide = grad.to(values.dtype)
-        if factor != 1:
-            wide = wide.mul_(factor)
+        wide = grad.to(values.dtype).mul_(factor)
         device = self.stepper.device
         param.data = values.to(device).view(whole.shape)
         param.grad = wide.to(device).view(whole.shape)
@@ -316,7 +314,7 @@ class Owners:
         there, here = (sends, receives) if event == "collect" else (receives, sends)
         nbytes = 0
         for whole, piece, at_owner in carried:
-            nbytes += whole.numel * piece.itemsize
+            nbytes += whole.shape.numel() * piece.itemsize
             if at_owner is None:
                 there.append((whole.owner, piece))
                 continue
