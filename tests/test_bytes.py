@@ -222,7 +222,7 @@ def test_the_next_layer_is_fetched_before_this_one_computes():
     gather $i-1$ starts before layer $i$ has a gradient, and its reduce runs until the next begins.
     Breaks without the fetch in `walk` or the one in `_pre_backward_hook`.
     Proves `Zero3Sequential.walk`, `Zero3Layer._pre_backward_hook`, `Reducer.started`,
-    `Reducer.end`, `Reducer.keeps`, `Reducer.land`, `schedule.Chain`, `Chain.ahead`, `Schedule`.
+    `Reducer.end`, `Reducer.make_way`, `Reducer.land`, `schedule.Chain`, `Chain.ahead`, `Schedule`.
     """
     events = run(events_of_two_steps, 2)
     assert events[0] == events[1]

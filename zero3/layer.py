@@ -435,9 +435,9 @@ class Zero3Layer(Sharded):
         # On the CPU the other ranks' gradients arrive in the storage of the full parameters, which
         # are freed by now.
         pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in flats]
-        # `keeps` first ends the reduce of the layer above, because one is in flight at a time. A
-        # `Zero3Optimizer` hands in a bucket that keeps small layers, and reduces several together.
-        if pairs and not self.reducer.keeps(self, pairs):
+        # First the reduce of the layer above ends, because one is in flight at a time. The reducer
+        # of a `Zero3Optimizer` is a bucket: it keeps small layers, and sends several together.
+        if pairs and self.reducer.make_way(self, pairs):
             self.reducer.started([self], self.comm.reduce_scatter([self], pairs))
         if self.layer_idx == ALONE:
             # It is in no chain, so no other layer ends this reduce. End it now.
@@ -505,7 +505,7 @@ class Zero3Layer(Sharded):
         if raised:
             self.reducer.drop(self)
             self.drop_full_grads()
-        # A reduce that is in flight is not started again: see `Reducer.keeps`.
+        # A reduce that is in flight is not started again: see `Reducer.make_way`.
         self._backup_grads()
         self.reducer.unsettled.discard(self)
         if not self.reducer.unsettled:

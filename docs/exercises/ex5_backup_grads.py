@@ -16,9 +16,10 @@ r"""
 * `flat.shard`: this rank's shard, `(shard_numel,)`, with `flat.shard.grad`
 * `self._release()`: reshards, as in exercise 4
 * `self.watch.arrived`: names of the parameters whose gradients are ready
-* `self.reducer.keeps(self, pairs)`: whether the pairs `(flat.grad, flat.receive_buffer)` wait in a
-  bucket. If not, pass what `self.comm.reduce_scatter([self], pairs)` returns to
-  `self.reducer.started([self], transfer)`, which later calls `self.add_reduced(totals)`
+* `self.reducer.make_way(self, pairs)`: ends the reduce of another layer, and returns whether to
+  send the pairs `(flat.grad, flat.receive_buffer)` now; a bucket sends them by itself. If so, pass
+  what `self.comm.reduce_scatter([self], pairs)` returns to `self.reducer.started([self],
+  transfer)`, which later calls `self.add_reduced(totals)`
 * `self.reducer.finish(self)`: waits for the reduce of this layer now, if one is under way
 * `self.layer_idx`: less than 0 if the layer is in no chain
 * `self.drop_full_grads()`: sets each `flat.grad` to `None` and empties `flat.ready`
@@ -47,7 +48,7 @@ def _backup_grads(self: Zero3Layer) -> None:
     """
     raise NotImplementedError("exercise 5: reshard, zero the places without a gradient, and pass "
                               "all `(flat.grad, flat.receive_buffer)` to "
-                              "`self.comm.reduce_scatter`, unless `self.reducer` keeps them")
+                              "`self.comm.reduce_scatter`, if `self.reducer` makes way")
 
 
 @torch.no_grad()

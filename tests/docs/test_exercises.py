@@ -244,7 +244,7 @@ class FreesTwice:
 
 
 def send(self, pairs):
-    if not self.reducer.keeps(self, pairs):
+    if self.reducer.make_way(self, pairs):
         self.reducer.started([self], self.comm.reduce_scatter([self], pairs))
 
 

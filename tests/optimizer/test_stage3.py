@@ -357,7 +357,7 @@ def no_sync_traffic(hold):
 def test_no_sync_saves_a_reduce_of_the_model_for_each_micro_batch_and_keeps_full_gradients():
     """
     Of three micro-batches two send no gradient: (k-1) Psi (N-1)/N elements less.
-    Proves `Zero3Optimizer.no_sync`, `Bucket.keeps`.
+    Proves `Zero3Optimizer.no_sync`, `Bucket.make_way`.
     """
     (sent, _), (less, _) = run(no_sync_traffic, 2, False), run(no_sync_traffic, 2, True)
     assert sent - less == 2 * 4 * 72 // 2 * 4
@@ -643,7 +643,7 @@ def test_small_layers_share_a_message_and_train_the_same():
     reduces become 3 messages in place of 8, of the same bytes, and weights are equal bit for
     bit, though gradients arrive in another order on rank 1. Breaks where a share is cut at the
     wrong place.
-    Proves `Bucket`, `Bucket.keeps`, `Bucket._send`, `Bucket.finish`.
+    Proves `Bucket`, `Bucket.make_way`, `Bucket._send`, `Bucket.finish`.
     """
     alone, together = run(bucketed, 2, 0), run(bucketed, 2, 1000)
     for (messages, sent, _, shards), (fewer, same, events, equal) in zip(
@@ -706,7 +706,7 @@ def test_a_layer_without_any_gradient_on_one_rank_is_an_error_in_a_bucket_too():
     """
     Rank 0 gathers layer 1 again while rank 1 already reduces. Breaks where the other ranks wait for
     a gradient that never comes.
-    Proves I6, `Bucket.keeps`.
+    Proves I6, `Bucket.make_way`.
     """
     for bucket_bytes in (0, 1 << 18):
         for rank, text in enumerate(run(cut_off, 2, bucket_bytes)):

@@ -59,19 +59,19 @@ class Reducer:
         # The reduced gradient that is being copied to CPU memory.
         self._leaving: _Leaving | None = None
 
-    def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
+    def make_way(self, layer: Reducible, pairs: Pairs) -> bool:
         """
-        ### Finish the reduce in flight; or return true, if nothing is to be sent now
+        ### Finish the reduce in flight, and return whether to send these gradients now
 
         * `pairs` are as for `Communicator.reduce_scatter`
 
-        Nothing is to be sent if these gradients are in flight already, or if a bucket holds them.
+        Nothing is to be sent if they are in flight already. A bucket sends by itself.
         """
         # At the end of the pass `settle` offers the gradients of every layer once more.
         if layer in self.layers:
-            return True
+            return False
         self.land()
-        return False
+        return True
 
     def started(self, layers: Sequence[Reducible], transfer: Transfer) -> None:
         """

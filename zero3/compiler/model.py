@@ -255,7 +255,7 @@ class CompiledUnit(Unit):
         pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in self.flats
                  if flat.grad is not None]
         if pairs:
-            self.reducer.keeps(self, pairs)
+            self.reducer.make_way(self, pairs)
 
     def finish_reduce(self, *_: Unit) -> None:
         """

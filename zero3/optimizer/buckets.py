@@ -56,11 +56,11 @@ class Bucket(Reducer):
         # The gradients in flight: one list for each data type, in the order of packing.
         self.packed: list[list[_Gradient]] = []
 
-    def keeps(self, layer: Reducible, pairs: Pairs) -> bool:
+    def make_way(self, layer: Reducible, pairs: Pairs) -> bool:
         """
         ### Put a layer's gradients in, and send the bucket when it is full
 
-        Returns true, because the bucket sends by itself.
+        Returns false, because the bucket sends by itself.
         """
         # The end of a backward pass offers every layer once more.
         already_here = layer in self.layers or layer in self.waiting
@@ -73,7 +73,7 @@ class Bucket(Reducer):
                 self.waiting |= mine
                 if self._fills(self.waiting):
                     self._send(self.waiting)
-        return True
+        return False
 
     def finish(self, layer: Reducible) -> None:
         """

@@ -54,17 +54,17 @@ An optimizer that looks at more than one element at a time steps whole parameter
 shard has no rows and columns, and its norm is not the norm of a layer.
 
 **Not covered, and what that costs**: an optimizer that looks at several parameters, as L-BFGS does,
-is refused. One that counts its steps in the param group counts several in a step, because it is
+is refused. If a class counts its steps in the param group, the count is too high, because it is
 called once for each large shard, and once for each batch of small ones.
 
-If one rank alone lacks the gradients of some parameters of a layer, a layer in a bucket gets zeros
-from it. A layer that is reduced by itself is an error then, because that rank would reduce it
+If only one rank lacks the gradients of some parameters of a layer, they count as zeros if the layer
+is in a bucket. If the layer is reduced alone, this is an error, because that rank would reduce it
 later than the others. It is an error too if a rank has no gradient at all for a layer. If the
 squares of a shard's gradient exceed the range of fp32 when they are added up, the norm counts as an
 overflow. If the model is one of several inside a module, the module's `zero_grad()` does not see
 the full gradients that `no_sync` holds back.
 
-A parameter that was used in other steps than its neighbours becomes a piece of its own. That costs
+A parameter that skips steps in which its neighbours are used becomes a piece of its own. That costs
 one more counter of steps and a little time in each step. If every rank lacks the gradient of some
 parameter of a layer, the ranks tell each other which ones: 8 bytes for each parameter of the layer,
 to each other rank, more than `predict` says.
@@ -149,8 +149,9 @@ class Zero3Optimizer(Stepper):
         * `clip_grad_norm` limits the norm of the mean gradient of the whole model
         * `reduce_dtype` is the data type of the gradients during the reduce and in the shard. It
           defaults to the layer's
-        * `bucket_bytes` of full gradients, over all ranks' shards, are reduced together. A layer
-          with as many bytes does not wait for others. As many bytes of shards are stepped together
+        * `bucket_bytes`: layers wait until their full gradients have as many bytes, and are reduced
+          together. A layer with as many bytes is reduced alone. Small shards are also stepped
+          together, up to as many bytes
         * `offload` says where masters, moments and the shards' gradients rest, as an `Offload` or
           as "cpu"; left out, on the device. In the two other tiers the CPU computes the step
 
@@ -411,7 +412,7 @@ class Zero3Optimizer(Stepper):
         for states in self.shard_states:
             first = states.portions[0]
             if first.in_file is not None:
-                # The constructor has seen their sizes. What it has made goes to the file.
+                # torch's constructor needed their sizes. States that it has made go to the file.
                 first.put_master(first.master.new_empty(0))
                 if any(piece.param in self.state for piece in first.pieces):
                     with states.in_memory(self.state):
@@ -536,7 +537,7 @@ class Zero3Optimizer(Stepper):
             self._norms_of_stages(torch.full((1,), -1.0, dtype=torch.double))
             raise
         for layer in reversed(self.layers):
-            # Reduce what `no_sync` has held back, if no later micro-batch took it along. All ranks
+            # Reduce what `no_sync` has held back, unless a later micro-batch has done so. All ranks
             # do so in the order of the backward pass.
             layer.reduce()
         for bucket in self.buckets:
@@ -603,7 +604,8 @@ class Zero3Optimizer(Stepper):
         # Unscale and clip in one multiplication. The 1e-6 is that of `clip_grad_norm_`.
         clip = self.clip_grad_norm / (norm + 1e-6) if self.clip_grad_norm else 1.0
         factor = min(clip, 1.0) / self.loss_scale
-        # (bytes of the largest master,), where the gradient of each shard in turn is widened.
+        # Memory for the largest master, in which gradients of another data type are widened in
+        # turn.
         scratch = {device: torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
                    for device in {portion.device for states in self.shard_states
                                   for portion in states.portions}}
@@ -664,7 +666,7 @@ class Zero3Optimizer(Stepper):
         """
         #### The squared norm of each shard's gradient, on each rank
 
-        Padding is zero, so the sum of these numbers is the squared norm of the whole model.
+        Padding is zero, so their absolute values sum up to the squared norm of the whole model.
         All-gather: all ranks call it, with 8 bytes for each shard. Returns `(all ranks, shards)`
         fp64, the same bits on all ranks.
         """

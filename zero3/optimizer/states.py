@@ -1,8 +1,8 @@
 r"""
 # The states of a shard: master, moments, gradient, and where they rest
 
-`ShardStates` keeps everything that a rank has of one trainable shard beside the shard itself, on
-the device, in CPU memory or in a file.
+`ShardStates` keeps the master, the moments and the gradient of one trainable shard, on the device,
+in CPU memory or in a file.
 
 **Three weights of a bf16 shard.** With Adam, a rank keeps these for them:
 
@@ -21,18 +21,18 @@ each. With Adam and gradients of $b_g$ bytes that is
 $$\underbrace{4}_{\text{master}} + \underbrace{4 + 4}_{\text{moments}}
 + \underbrace{b_g}_{\text{gradient}} \quad \text{bytes per element of a shard}$$
 
-An fp32 shard that rests where it is stepped is its own master. If it and its states rest in files,
-they share one.
+An fp32 shard that rests where it is stepped is its own master. If shard and states rest in files,
+they share one file.
 
 **States in files.** A step needs all states of a shard together. They stand side by side in the
 file, so one read brings them all into one of a few buffers. The optimizer prefetches the states of
 the next shards before it steps this one, and does not wait for the writes of the previous shards.
 
-A gradient goes to the place of the master as soon as it is reduced.
+A reduced gradient moves at once to the tier of its master.
 
 **States in two places.** What rests in one place is a *portion*. Most shards have one. With
 `Offload("cpu", fraction=0.6)` they have two: the first rests and is stepped in CPU memory, the
-second stays on the device. So the states fill what the device has left, and no more than the rest
+second stays on the device. So states fill the free memory of the device, and only the rest
 travels. A shard of 5,000 fp32 weights, with Adam and `fraction=0.6`:
 
 | | elements | master and moments | gradient |
@@ -126,7 +126,7 @@ class Piece(NamedTuple):
     group_index: int  # of its param group
     where: slice  # in the shard
     param: nn.Parameter  # a view of the master; without elements while the master is in a file
-    positions: list[int]  # of the parameters that it has elements of, in the flat parameter
+    positions: list[int]  # of its parameters, in the flat parameter
 
 
 class Here(NamedTuple):
@@ -159,7 +159,7 @@ class ShardStates:
 
         * `name` is the layer's, for errors
         * `params` are the parameters in the flat one
-        * `offload` says where they rest; the optimizer steps on `device` what is in its tier
+        * `offload` says where they rest; the optimizer steps states of that tier on `device`
         """
         self.layer = layer
         self.name = name
@@ -331,12 +331,12 @@ class ShardStates:
             yield here
 
         if write and self.shard_is_master:
-            # The step wrote past the shard's own count, by which its layer notices a step.
+            # The step has not raised the shard's own count, by which its layer notices a step.
             torch.autograd.graph.increment_version(self.shard)
         elif write:
             masters = [each.master for each in here]
             if len(masters) > 1:
-                # They travel in the shard's data type.
+                # Convert them first, so that fewer bytes travel.
                 masters = [each.to(self.shard.device, self.shard.dtype)
                            for each in masters]
             # Round it to the shard's data type. This is what the layer gathers next.
@@ -437,7 +437,7 @@ class Portion:
 
     def __post_init__(self) -> None:
         shard = self.flat.shard
-        # Where a reduced gradient goes; on its way to a file, CPU memory.
+        # The device that takes a reduced gradient: CPU memory, if it goes on to a file.
         self.grad_device = self.device
         in_memory = not isinstance(self.flat.storage, InFile)
         # Whether the master is this range of the shard itself, which the optimizer can step then.
@@ -506,7 +506,7 @@ class Portion:
         """
         ### The gradient as a plain tensor, if there is one and it rests in memory
 
-        A `ShardGradient` would not tell the norm of one rank's part.
+        A `ShardGradient` refuses to give the norm of one rank's part.
         """
         if self.flat.sink is not None:
             return self.own_grad
@@ -586,14 +586,14 @@ class Portion:
                 known[name] = view
         try:
             yield Here(self.where, self.master, views.get("grad", self.grad))
-            # Moments that the optimizer has made in this step.
+            # Copy the moments that the optimizer has made in this step.
             for known, name, view in self._moments(state, views):
                 if known[name].data_ptr() != view.data_ptr():
                     known[name] = view.copy_(known[name])
             if self.in_file is not None and write and self.stepped:
                 self.in_file.write_async(*self.stepped)
         finally:
-            # Leave pieces and moments without elements: the next shard gets the buffer.
+            # Drop all views of the buffer, because the next shard gets it.
             for known, name, view in self._moments(state, views):
                 if known[name].data_ptr() == view.data_ptr():
                     known[name] = view.new_empty(0)
