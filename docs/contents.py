@@ -264,6 +264,7 @@ FURTHER = (
         "Guards",
         "errors for what cannot be right",
         ("zero3/guards/moments.py", "when the guards look"),
+        ("zero3/guards/guarded.py", "what guards know of a layer"),
         ("zero3/guards/freed.py", "a freed parameter reports every use"),
         ("zero3/guards/placement.py", "the same parameters on every rank"),
         ("zero3/guards/diverged.py", "ranks that are about to send different things"),

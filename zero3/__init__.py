@@ -84,6 +84,7 @@ of the book (`docs/`).
 | more | `compression/stored.py` | weights that are stored in their bits |
 | more | `compression/__init__.py` | its public names |
 | more | `guards/moments.py` | when the guards look |
+| more | `guards/guarded.py` | what guards know of a layer |
 | more | `guards/freed.py` | a freed parameter reports every use |
 | more | `guards/placement.py` | the same parameters on every rank |
 | more | `guards/diverged.py` | ranks that are about to send different things |
