@@ -444,11 +444,9 @@ class Step:
         self.memory.append(packed_bytes + receive_bytes)
         self.ending = [-packed_bytes]
         for layer in layers:
-            if self.world_size == 1:
-                # The full gradient becomes the shard's, so the two are never there together.
-                self.ending.append(layer.new_grad_bytes - layer.full_grad_bytes)
-            else:
-                self.ending += [layer.new_grad_bytes, -layer.full_grad_bytes]
+            # With one rank the full gradient becomes the shard's, and does not stay beside it.
+            grads = [layer.new_grad_bytes, -layer.full_grad_bytes]
+            self.ending += grads if self.world_size > 1 else grads[::-1]
             layer.has_full_grad = False
             # The next micro-batch adds to it.
             layer.new_grad_bytes = 0
