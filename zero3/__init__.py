@@ -51,7 +51,6 @@ of the book (`docs/`).
 | more | `estimate/predict.py` | `predict`: the same bytes, from shapes |
 | more | `estimate/formulas.py` | the papers' formulas |
 | more | `estimate/saved.py` | what autograd saves, and how much of it leaves |
-| more | `estimate/layouts.py` | `Layout`: groups of ranks and encodings |
 | more | `estimate/between.py` | which layout sends the fewest bytes |
 | more | `estimate/splitting.py` | what split layers keep and send |
 | more | `pipeline/schedules.py` | a pipeline's step as a list of actions |
