@@ -50,7 +50,6 @@ of the book (`docs/`).
 | more | `estimate/predict.py` | `predict`: the same bytes, from shapes |
 | more | `estimate/formulas.py` | the papers' formulas |
 | more | `estimate/saved.py` | what autograd saves, and how much of it leaves |
-| more | `estimate/layouts.py` | `Layout`: groups of ranks and encodings |
 | more | `estimate/between.py` | which layout sends the fewest bytes |
 | more | `estimate/splitting.py` | what split layers keep and send |
 | more | `pipeline/schedules.py` | a pipeline's step as a list of actions |
@@ -83,6 +82,7 @@ of the book (`docs/`).
 | more | `compression/stored.py` | weights that are stored in their bits |
 | more | `compression/__init__.py` | its public names |
 | more | `guards/moments.py` | when the guards look |
+| more | `guards/guarded.py` | what guards know of a layer |
 | more | `guards/freed.py` | a freed parameter reports every use |
 | more | `guards/placement.py` | the same parameters on every rank |
 | more | `guards/diverged.py` | ranks that are about to send different things |

@@ -20,8 +20,7 @@ from tests.test_native import collectives
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.comm.encodings import Int4, Int8
 from zero3.comm.links import Links
-from zero3.estimate.between import between_bytes, layouts
-from zero3.estimate.layouts import Layout, row_bytes
+from zero3.estimate.between import Layout, between_bytes, layouts, row_bytes
 from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.estimate.predict import predict_optimizer
 

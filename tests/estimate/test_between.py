@@ -8,14 +8,20 @@ import pytest
 
 from tests.commands import python_m
 from zero3.comm.encodings import Int4, Int8
-from zero3.estimate.between import best, between_bytes, choices, layouts
+from zero3.estimate.between import (
+    Layout,
+    best,
+    between_bytes,
+    choices,
+    layouts,
+    row_bytes,
+)
 from zero3.estimate.formulas import ELEMENT_BYTES
-from zero3.estimate.layouts import Layout, row_bytes
 
 
 def test_a_layout_counts_ranks_and_bytes_as_its_table_says():
     """
-    The table at the head of `layouts.py`, and the bytes of 64 elements with their scale.
+    The table of `Layout`, and the bytes of 64 elements with their scale.
     Proves `Layout.groups`, `Layout.shards`, `Layout.divisor`, `row_bytes`, `Layout`.
     """
     counts = {Layout(4): (1, 4, 4), Layout(2, replicas=2): (2, 2, 4), Layout(2, nodes=2): (2, 4, 4)}

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
+from zero3.guards.guarded import is_sharded, own_modules
 from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.pipeline import Pipeline
 
@@ -550,3 +551,17 @@ def test_a_saved_model_of_hugging_faces_has_its_configuration(tmp_path):
     model.config = Config()
     wrap(model, nn.Linear).save(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()) == {"architectures": ["Sequential"]}
+
+
+def test_own_modules_end_at_a_sharded_layer():
+    """
+    The table of `guarded.py`: a plain layer `a` is an own module, a sharded layer `b` is none, and
+    neither is the module of `b`. Breaks if `own_modules` looks into a sharded layer.
+    Proves `own_modules`, `is_sharded`.
+    """
+    outer = nn.Sequential()
+    outer.add_module("a", nn.Linear(2, 2))
+    outer.add_module("b", Zero3Layer(nn.Linear(2, 2)))
+    assert [*own_modules(outer)] == [("", outer), ("a.", outer.a)]
+    assert [is_sharded(each) for each in (outer, outer.a, outer.b, outer.b.module)] == [
+        False, False, True, False]

@@ -919,7 +919,7 @@ def test_a_parameter_that_was_changed_is_an_error_too(tmp_path):
 
 def test_double_backward_is_refused_as_without(tmp_path):
     """
-    Proves `Guard.before_backward`.
+    Proves `LayerGuard.before_backward`.
     """
     model = chain(to_files(tmp_path))
     x = batch().requires_grad_()

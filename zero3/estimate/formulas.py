@@ -30,13 +30,12 @@ papers' data types and Adam; `predict.py` uses the real layers, to the byte.
 import argparse
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from zero3.flat import FlatParameter
 from zero3.layer import Zero3Sequential
 from zero3.sharded import Sharded
 
@@ -100,24 +99,17 @@ def _parts(layer: nn.Module) -> tuple[Part, ...]:
     ### The parts of a layer, those that train first
     """
     if isinstance(layer, Sharded):
-        found = [_part_of(flat, layer.comm.aligned) for flat in layer.flats]
+        aligned = layer.comm.aligned
+        # Each parameter begins at a multiple of the alignment, and so would one after the last.
+        found = [Part(aligned(flat.slots[-1].end, flat.shard.dtype), flat.shard.dtype.itemsize,
+                      flat.shard.requires_grad, aligned(1, flat.shard.dtype))
+                 for flat in layer.flats]
     else:
         kinds: Counter[tuple[bool, torch.dtype]] = Counter()
         for param in layer.parameters():
             kinds[param.requires_grad, param.dtype] += param.numel()
         found = [Part(numel, dtype.itemsize, trains) for (trains, dtype), numel in kinds.items()]
     return tuple(sorted(found, key=lambda part: not part.trainable))
-
-
-def _part_of(flat: FlatParameter, aligned: Callable[[int, torch.dtype], int]) -> Part:
-    """
-    ### The part of one flat parameter, each of whose parameters is aligned
-
-    * `aligned` rounds a number of elements up to the alignment
-    """
-    dtype = flat.shard.dtype
-    numel = sum(aligned(slot.view.numel(), dtype) for slot in flat.slots)
-    return Part(numel, dtype.itemsize, flat.shard.requires_grad, aligned(1, dtype))
 
 
 def stages(params: float, ranks: int, basis: int | str = 16) -> list[float]:

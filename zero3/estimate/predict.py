@@ -64,6 +64,7 @@ half-precision data types. With files, they are off if only the last layer of a 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -251,10 +252,11 @@ def predict(
     if stage3 and trained:
         # One gradient at a time is copied into its master's data type.
         widened = [s.master_bytes for s in trained if s.state_width != s.grad_width]
-        step.add(max(widened, default=0))
+        step.memory.append(max(widened, default=0))
         # The squared norm of each shard's gradient, in fp64.
-        step.send(8 * len(trained), 1)
+        step.sent.append((8 * len(trained), 1))
 
+    others = world_size - 1
     in_memory = [s for s in trained if not s.state_file_bytes]
     found = Prediction(
         param_bytes=sum(s.row_bytes for s in shards if not s.file_bytes),
@@ -264,10 +266,10 @@ def predict(
         + step_bytes * len(trained),
         buffer_bytes=sum(layer.buffer_bytes for layer in layers),
         peak_bytes=0,
-        sent_bytes=step.sent_bytes,
-        messages=step.messages,
+        sent_bytes=others * sum(nbytes for nbytes, _ in step.sent),
+        messages=others * sum(messages for _, messages in step.sent),
         # Four 8-byte numbers announce each transfer.
-        order_bytes=32 * step.transfers,
+        order_bytes=others * 32 * len(step.sent),
         pool_bytes=_pool_bytes(chain, states_in.buffers),
         # A shard that is its own master is in the file of the states.
         disk_bytes=sum(s.state_file_bytes for s in trained)
@@ -276,7 +278,8 @@ def predict(
         out_bytes=micro_batches * saved.out_bytes,
         in_bytes=micro_batches * saved.in_bytes,
     )
-    return replace(found, peak_bytes=found.rest_bytes + step.peak_bytes)
+    # The highest sum of what has come and not gone.
+    return replace(found, peak_bytes=found.rest_bytes + max(accumulate(step.memory, initial=0)))
 
 
 class _Shard:
@@ -359,7 +362,7 @@ class StepLayer:
 
 class Step:
     """
-    ### Replay a step: bytes above rest, and bytes that are sent
+    ### Replay a step: the bytes that come and go, and those that are sent
     """
 
     def __init__(self, chain: list[StepLayer],
@@ -372,29 +375,12 @@ class Step:
         self.bucket_bytes = bucket_bytes if world_size > 1 else 0
         self.packs = packs
         self.receives = by_messages and world_size > 1
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.sent_bytes = 0
-        self.messages = 0
-        self.transfers = 0
+        # Bytes that are allocated, or freed if negative, in the order in which it happens.
+        self.memory: list[int] = []
+        # Of each transfer: the bytes and the messages to each other rank.
+        self.sent: list[tuple[int, int]] = []
         self.waiting: list[StepLayer] = []  # layers of the bucket that is being filled
         self.ending: list[int] = []  # what the end of the reduce in flight allocates and frees
-
-    def add(self, nbytes: int) -> None:
-        """
-        #### Allocate bytes, or free them if `nbytes` is negative
-        """
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def send(self, nbytes: int, messages: int) -> None:
-        """
-        #### Send as many bytes to each other rank
-        """
-        others = self.world_size - 1
-        self.sent_bytes += others * nbytes
-        self.messages += others * messages
-        self.transfers += others
 
     def micro_batch(self, reduces: bool) -> None:
         """
@@ -407,8 +393,9 @@ class Step:
         order = [*self.chain, *self.chain[first:-1][::-1]]
         for i, following in enumerate([*order, None]):
             if following:
-                self.send(following.shard_bytes, sum(s.numel > 0 for s in following.shards))
-                self.add(following.full_bytes)
+                messages = sum(s.numel > 0 for s in following.shards)
+                self.sent.append((following.shard_bytes, messages))
+                self.memory.append(following.full_bytes)
             if i > 0:
                 self.compute(order[i - 1], i >= len(self.chain), reduces)
         if self.waiting:
@@ -422,8 +409,8 @@ class Step:
         has_grad = layer.trains and backward
         if has_grad and not layer.has_full_grad:
             layer.has_full_grad = True
-            self.add(layer.full_grad_bytes)
-        self.add(-layer.full_bytes)
+            self.memory.append(layer.full_grad_bytes)
+        self.memory.append(-layer.full_bytes)
         if has_grad and reduces:
             self.put_into_bucket(layer)
 
@@ -431,15 +418,11 @@ class Step:
         """
         #### A gradient that fills a bucket alone goes at once; others wait until they fill one
         """
-        if self.fills_bucket([layer]):
-            self.reduce([layer])
-            return
         self.waiting.append(layer)
-        if self.fills_bucket(self.waiting):
-            self.reduce(self.waiting)
-
-    def fills_bucket(self, layers: list[StepLayer]) -> bool:
-        return sum(layer.full_grad_bytes for layer in layers) >= self.bucket_bytes
+        for layers in ([layer], self.waiting):
+            if sum(each.full_grad_bytes for each in layers) >= self.bucket_bytes:
+                self.reduce(layers)
+                return
 
     def reduce(self, layers: list[StepLayer]) -> None:
         """
@@ -448,25 +431,22 @@ class Step:
         `Zero3Optimizer` packs gradients of one data type into one message.
         """
         self.finish_reduce()
-        if layers is self.waiting:
-            self.waiting = []
+        self.waiting = [layer for layer in self.waiting if layer not in layers]
         shards = [s for layer in layers for s in layer.shards if s.trains]
         row_bytes = sum(s.grad_bytes for s in shards)
         widths = Counter(s.grad_width for s in shards)
-        self.send(row_bytes, len(widths) if self.packs else len(shards))
+        self.sent.append((row_bytes, len(widths) if self.packs else len(shards)))
         # Gradients of one data type are packed side by side.
         packed = [s.grad_bytes for s in shards if self.packs and widths[s.grad_width] > 1]
         packed_bytes = self.world_size * sum(packed)
         # NCCL adds the gradients by itself.
         receive_bytes = self.world_size * row_bytes if self.receives else 0
-        self.add(packed_bytes + receive_bytes)
+        self.memory.append(packed_bytes + receive_bytes)
         self.ending = [-packed_bytes]
         for layer in layers:
-            if self.world_size == 1:
-                # The full gradient becomes the shard's, so the two are never there together.
-                self.ending.append(layer.new_grad_bytes - layer.full_grad_bytes)
-            else:
-                self.ending += [layer.new_grad_bytes, -layer.full_grad_bytes]
+            # With one rank the full gradient becomes the shard's, and does not stay beside it.
+            grads = [layer.new_grad_bytes, -layer.full_grad_bytes]
+            self.ending += grads if self.world_size > 1 else grads[::-1]
             layer.has_full_grad = False
             # The next micro-batch adds to it.
             layer.new_grad_bytes = 0
@@ -476,8 +456,7 @@ class Step:
         """
         #### The bucket in flight is reduced: its shards have gradients, and its buffers are freed
         """
-        for nbytes in self.ending:
-            self.add(nbytes)
+        self.memory += self.ending
         self.ending = []
 
 

@@ -32,16 +32,17 @@ keeps a sharded module without registering it as a submodule is noticed only in 
 import functools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero3.guards.moments import Guarded, Layer, is_sharded, own_modules
+from zero3.guards.guarded import Guarded, is_sharded, own_modules
 from zero3.guards.options import expect
 
+Layer = TypeVar("Layer", bound=Guarded)
 # By name, because most of them are not installed.
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel",
             "FlattenParamsWrapper", "ShardedDataParallel", "DeepSpeedEngine")

@@ -21,7 +21,7 @@ time-out.
 
 import torch
 
-from zero3.guards.moments import ACTIONS, ALONE, Announced, Sharers
+from zero3.guards.guarded import ACTIONS, ALONE, Announced, Sharers
 
 _LOWER = 0xFFFFFFFF
 

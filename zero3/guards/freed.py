@@ -24,7 +24,7 @@ import weakref
 import torch
 from torch import nn
 
-from zero3.guards.moments import Guarded, is_sharded, own_modules
+from zero3.guards.guarded import Guarded, is_sharded, own_modules
 from zero3.guards.options import expect
 
 # Properties and methods that read no element.

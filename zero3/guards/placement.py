@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero3.guards.moments import Sharers
+from zero3.guards.guarded import Sharers
 from zero3.guards.options import expect, same
 
 Params = dict[nn.Parameter, tuple[str, ...]]

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from zero3.guards.moments import Guarded
+from zero3.guards.guarded import Guarded
 from zero3.guards.options import Named
 
 

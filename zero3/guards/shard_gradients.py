@@ -38,7 +38,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zero3.guards.freed import METADATA
-from zero3.guards.moments import Guarded
+from zero3.guards.guarded import Guarded
 from zero3.guards.options import expect
 
 # `clip_grad_norm_` and `get_total_norm` call these.
