@@ -358,16 +358,28 @@ class Entries(Named):
             if flat is None:
                 yield from (self.replicated[entry.key] for entry in run)
                 continue
-            with self.here(flat) as values:
+            with self.here(flat) as here:
                 for entry in run:
-                    if entry.key == "param":
-                        yield from (each.master for each in values)
-                        continue
-                    for piece in flat.pieces:
-                        numel = piece.where.stop - piece.where.start
-                        zeros = torch.zeros((), dtype=entry.dtype).expand(numel)
-                        # Without this moment, if only other param groups have it by their options.
-                        yield self.state_of(piece.param).moments.get(entry.key, zeros)
+                    yield from (values for _, values in
+                                self.values(flat, entry.key, entry.dtype, here))
+
+    def values(self, flat: Flat,
+               key: str,
+               dtype: torch.dtype,
+               here: list[Here]) -> list[tuple[slice, torch.Tensor]]:
+        """
+        ### The masters of a shard, or one of its moments: ranges of the shard with their values
+
+        * `here` is what `here()` yields
+
+        A moment is zero in param groups that do not have it by their options.
+        """
+        if key == "param":
+            return [(each.where, each.master) for each in here]
+        zero = torch.zeros((), dtype=dtype)
+        return [(piece.where, self.state_of(piece.param).moments.get(
+                    key, zero.expand(piece.where.stop - piece.where.start)))
+                for piece in flat.pieces]
 
     @contextmanager
     def here(self, flat: Flat, write: bool = False) -> Iterator[list[Here]]:
