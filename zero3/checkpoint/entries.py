@@ -127,7 +127,6 @@ class Entry(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    in_memory: bool
     flat: Flat | None  # its flat parameter; none if each rank has the whole tensor
     key: str  # "param" or a moment; for a whole tensor its name
 
@@ -336,19 +335,17 @@ class Entries(Named):
         """
         ### The tensors of this rank's file, in the file's order
 
-        Larger elements come first (see `Writer`). Among elements of one size, shards in files come
-        first, because an asynchronous save does not copy them.
+        Larger elements come first (see `Writer`).
         """
         own = [(i, described["keys"])
                for i, described in enumerate(manifest["flats"])
                if described["place"] == self.place]
-        found = [Entry(f"{i}.{key}", TYPES[dtype], (len(flat.parameter.shard),), not flat.in_file,
-                       flat, key)
+        found = [Entry(f"{i}.{key}", TYPES[dtype], (len(flat.parameter.shard),), flat, key)
                  for (i, keys), flat in zip(own, self.flats, strict=True)
                  for key, dtype in keys.items()]
-        found += [Entry(f"replicated.{name}", tensor.dtype, tuple(tensor.shape), True, None, name)
+        found += [Entry(f"replicated.{name}", tensor.dtype, tuple(tensor.shape), None, name)
                   for name, tensor in self.replicated.items()]
-        return sorted(found, key=lambda entry: (-entry.dtype.itemsize, entry.in_memory))
+        return sorted(found, key=lambda entry: -entry.dtype.itemsize)
 
     def tensors(self, entries: list[Entry]) -> Iterator[torch.Tensor]:
         """
