@@ -690,7 +690,7 @@ def test_a_damaged_block_is_named_by_its_bytes(tmp_path):
     From its first to its last, counted in the file: of a block in the middle, and of the last one,
     which is shorter. Breaks where a block's number is said in place of its bytes, or the last block
     is taken for a whole one.
-    Proves `TensorFile.block`, `Broken`.
+    Proves `TensorFile.block`, `Broken`, `Broken.unless`.
     """
     announced = {"a": {"param": (FP32, (3 << 18,))}}
     from_tensors(tmp_path, 0, announced, {}, lambda name, key: torch.ones(3 << 18))

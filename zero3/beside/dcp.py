@@ -274,8 +274,8 @@ class DcpCheckpoint(CheckpointReader):
             parts = values.split([math.prod(chunk.sizes) for chunk in chunks])
             for chunk, part in zip(chunks, parts, strict=True):
                 items = create_read_items_for_chunk_list(dcp_key, entry, [chunk])
-                if sum(math.prod(item.lengths) for item in items) != len(part):
-                    raise Broken("some elements are in no file")
+                Broken.unless(sum(math.prod(item.lengths) for item in items) == len(part),
+                              "some elements are in no file")
                 planner = dcp.DefaultLoadPlanner()
                 planner.state_dict = {dcp_key: part.view(chunk.sizes)}
                 # The box alone is there, so its offset in the tensor does not count.

@@ -450,7 +450,7 @@ class Entries(Named):
         for names, has, lacks in ((there - here, "the checkpoint", "this model"),
                                   (missing, "this model", "the checkpoint")):
             some = ", ".join(f"`{name}`" for name in sorted(names)[:5])
-            _expect(not names, f"{some}, {len(names)} in all, in {has} and not in {lacks}")
+            Broken.unless(not names, f"{some}, {len(names)} in all, in {has} and not in {lacks}")
 
     def _check_optimizer(self, saved: OptimizerEntry | None, groups: dict[int, int]) -> None:
         """
@@ -473,10 +473,10 @@ class Entries(Named):
                 # One of torch's optimizers has a single state for the shard.
                 shared = [flat.params[i].found.states for piece in flat.pieces
                           for i in piece.positions]
-                _expect(all(states == shared[0] for states in shared),
-                        f"the parameters from `{flat.params[0].names[0]}` on share a shard here, "
-                        "and have different optimizer states, different numbers of steps for "
-                        "instance")
+                Broken.unless(all(states == shared[0] for states in shared),
+                              f"the parameters from `{flat.params[0].names[0]}` on share a shard "
+                              "here, and have different optimizer states, different numbers of "
+                              "steps for instance")
 
     def _check_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """
@@ -488,21 +488,21 @@ class Entries(Named):
             options = decode(saved["groups"][theirs])
             # Not every format has the class.
             there = options.pop("optimizer", saved["class"]) or steps
-            _expect(there == steps or {there, steps} == {"Adam", "AdamW"},
-                    f"param group {theirs} is stepped by {there} there, and by {steps} here; leave "
-                    "the optimizer out to load the weights alone")
+            Broken.unless(there == steps or {there, steps} == {"Adam", "AdamW"},
+                          f"param group {theirs} is stepped by {there} there, and by {steps} here; "
+                          "leave the optimizer out to load the weights alone")
             for key, value in options.items():
                 # A scheduler adds options such as `initial_lr`, which this group may not have yet.
                 like = here.get(key, here.get("lr") if key.endswith("lr") else None)
                 fits = _kind(value) == _kind(like) if like is not None else type(value) is not dict
-                _expect(key not in NOT_SAVED and fits, f"param group {theirs} has a `{key}` of "
-                        f"{value!r:.60} there, and of {like!r:.60} here")
+                Broken.unless(key not in NOT_SAVED and fits, f"param group {theirs} has a `{key}` "
+                              f"of {value!r:.60} there, and of {like!r:.60} here")
         for key, value in saved["scale"].items():
             counts = key in _SCALE and type(value) is int and value >= 0
             scales = (isinstance(value, (int, float)) and value is not True
                       and 0 < value < math.inf)
-            _expect(scales if key == "loss_scale" else counts,
-                    f"the optimizer's `{key}` is {value!r:.60} there")
+            Broken.unless(scales if key == "loss_scale" else counts,
+                          f"the optimizer's `{key}` is {value!r:.60} there")
 
     def _first_state(self, index: int, dims: int) -> dict[str, object]:
         """
@@ -634,16 +634,6 @@ class Entries(Named):
                     setattr(self.optimizer, key, value)
 
 
-def _expect(good: bool, problem: str) -> None:
-    """
-    #### Refuse a checkpoint with this problem unless all is good
-
-    `load` raises an error on all ranks.
-    """
-    if not good:
-        raise Broken(problem)
-
-
 def _match_groups(checkpoint: CheckpointReader, everywhere: Names) -> dict[int, int]:
     """
     #### This optimizer's param group for each of the checkpoint's, by the parameters in them
@@ -655,8 +645,9 @@ def _match_groups(checkpoint: CheckpointReader, everywhere: Names) -> dict[int, 
         if theirs is not None and mine is not None:
             # The groups have to correspond one to one, in any order.
             groups.setdefault(theirs, mine)
-            _expect(groups[theirs] == mine and [*groups.values()].count(mine) == 1, "the param "
-                    f"group of `{names[0]}` has other parameters here than in the checkpoint")
+            Broken.unless(groups[theirs] == mine and [*groups.values()].count(mine) == 1,
+                          f"the param group of `{names[0]}` has other parameters here than in the "
+                          "checkpoint")
     return groups
 
 
@@ -701,9 +692,9 @@ def _check_states(own: Own, needed: dict[str, object]) -> None:
         # A moment of another shape than its parameter is none, and would be found here.
         is_moment = isinstance(like, torch.Tensor) and like.dim() == 1
         fits = not is_moment and type(value) is type(like) and _kind(value) == _kind(like)
-        _expect(fits or key in own.found.states["moments"],
-                f"`{own.names[0]}` has a `{key}` of {value!r:.60} there, and this optimizer needs "
-                f"one like {like!r:.60}")
+        Broken.unless(fits or key in own.found.states["moments"],
+                      f"`{own.names[0]}` has a `{key}` of {value!r:.60} there, and this optimizer "
+                      f"needs one like {like!r:.60}")
 
 
 def _kind(value: object) -> object:

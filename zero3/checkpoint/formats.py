@@ -124,14 +124,12 @@ def flat_entry(name: str,
 
     Raises `Broken` if its tensors do not fit together.
     """
-    if "param" not in keys:
-        raise Broken(f"`{name}` has moments but no values")
+    Broken.unless("param" in keys, f"`{name}` has moments but no values")
     for each in (name, *keys, *scalars):
         check_name(each)
     dtype, shape = keys["param"]
     for key, (_, other) in keys.items():
-        if other != shape:
-            raise Broken(f"`{name}` has the shape {shape}, and its {key} {other}")
+        Broken.unless(other == shape, f"`{name}` has the shape {shape}, and its {key} {other}")
     moments = [key for key in keys if key != "param"]
     states: StatesEntry = {"param_group": group, "moments": moments, "scalars": encode(scalars),
                            "params": None}
@@ -213,8 +211,8 @@ def _check_file_names(checkpoint: CheckpointReader) -> None:
     for param in checkpoint.params:
         check_name(param.name, as_path=True)
         for key in param.states["moments"]:
-            if check_name(key, as_path=True) in (_FP32, "step"):
-                raise Broken(f"`{param.name}` has a moment `{key}`, which is another file's name")
+            Broken.unless(check_name(key, as_path=True) not in (_FP32, "step"),
+                          f"`{param.name}` has a moment `{key}`, which is another file's name")
 
 
 def from_deepspeed(source: Path, folder: Path) -> None:
@@ -532,8 +530,8 @@ def _read_metadata(folder: Path) -> dcp.Metadata:
     """
     with open(folder / ".metadata", "rb") as file:
         metadata = _MetadataUnpickler(file).load()
-    if not isinstance(metadata, dcp.Metadata):
-        raise Broken(f"`.metadata` has a {type(metadata).__name__} instead of DCP's metadata")
+    Broken.unless(isinstance(metadata, dcp.Metadata),
+                  f"`.metadata` has a {type(metadata).__name__} instead of DCP's metadata")
     for info in metadata.storage_data.values():
         check_name(info.relative_path, as_path=True)
     return metadata

@@ -195,8 +195,8 @@ def make_output_folder(folder: Path) -> Path:
 
     Raises `Broken` if it has checkpoints or is one, and `OSError`.
     """
-    if newest(folder) or (folder / MANIFEST).exists():
-        raise Broken(f"{folder} has checkpoints in it: choose a folder of its own")
+    Broken.unless(not newest(folder) and not (folder / MANIFEST).exists(),
+                  f"{folder} has checkpoints in it: choose a folder of its own")
     folder.mkdir(parents=True, exist_ok=True)
     lock_folder(folder)
     return folder
@@ -566,8 +566,8 @@ def _read_manifest(path: Path) -> Manifest:
     """
     #### Read and check a manifest
     """
-    if not path.is_file():
-        raise Broken(f"{path} is missing: this is no checkpoint, nor a folder with checkpoints")
+    Broken.unless(path.is_file(), f"{path} is missing: this is no checkpoint, nor a folder with "
+                  "checkpoints")
     raw = path.read_bytes()
     manifest = json.loads(raw)
     version = manifest.get("version")
@@ -576,8 +576,8 @@ def _read_manifest(path: Path) -> Manifest:
         raise Broken(f"{path} is of format {version}, and this zero3 reads format {VERSION}: "
                      "install a newer zero3")
     head = _first_line(b"")
-    if raw[: len(head)] != _first_line(raw[len(head) :]):
-        raise Broken(f"{path} is damaged: it does not match its checksum")
+    Broken.unless(raw[: len(head)] == _first_line(raw[len(head) :]),
+                  f"{path} is damaged: it does not match its checksum")
     # A checkpoint that was made from another format has no places.
     manifest.setdefault("places", 1)
     for flat in manifest["flats"]:

@@ -406,9 +406,8 @@ def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
             entries.shard(checkpoint, flat, key)
     for name, tensor in entries.found.items():
         shape = checkpoint.replicated(entries.comm.rank, name).shape
-        if shape != tensor.shape:
-            raise Broken(f"`{name}` is of {tuple(shape)} in the checkpoint, of "
-                         f"{tuple(tensor.shape)} here")
+        Broken.unless(shape == tensor.shape, f"`{name}` is of {tuple(shape)} in the checkpoint, of "
+                      f"{tuple(tensor.shape)} here")
 
 
 # ---------------------------------------------------------------------------------- random numbers

@@ -280,8 +280,8 @@ def type_name(dtype: torch.dtype, name: str = "a tensor") -> str:
 
     Raises `Broken` if safetensors has no such data type.
     """
-    if dtype not in _NAMES:
-        raise Broken(f"`{name}` is of {dtype}, a data type that safetensors files do not have")
+    Broken.unless(dtype in _NAMES, f"`{name}` is of {dtype}, a data type that safetensors files do "
+                  "not have")
     return _NAMES[dtype]
 
 
@@ -291,6 +291,14 @@ class Broken(Exception):
 
     Characters that do not print are escaped, because the message may quote a name from a file.
     """
+
+    @classmethod
+    def unless(cls, good: bool, problem: str) -> None:
+        """
+        ### Raise it with this problem unless all is good
+        """
+        if not good:
+            raise cls(problem)
 
     def __str__(self) -> str:
         return one_line(super().__str__())
