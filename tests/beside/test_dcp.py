@@ -189,8 +189,7 @@ def test_we_go_on_from_a_folder_of_fsdp2(tmp_path, ranks, then):
     more step on as many ranks is torch's, to the bit where two ranks add. Breaks where a box lies
     elsewhere, a group's options are another's, or a tied weight is looked for under the other name.
     Proves `load_dcp`, `DcpCheckpoint`, `DcpCheckpoint.__init__`, `DcpCheckpoint.read`,
-    `Listing.find`, `DcpFolder`, `DcpFolder.read`, `flat_entry`, `_Into`, `_Objects`,
-    `load_from`.
+    `Listing.find`, `DcpFolder`, `DcpFolder.read_all`, `flat_entry`, `_Objects`, `load_from`.
     """
     before, after = run(torch_saves, ranks, tmp_path / "torch", True)[0]
     run(we_load, then, tmp_path / "torch", tmp_path / "ours")
@@ -219,8 +218,8 @@ def test_fsdp2_goes_on_from_a_folder_of_ours(tmp_path, ranks, then, tier, layers
     """
     As torch's documentation has it, from any tier, and one more step is ours. Breaks where a key is
     called otherwise, an option is missing, or a tied weight has its states under the other name.
-    Proves `save_dcp`, `_Boxes`, `dcp_state`, `Entries._names`, `Entries.state_of`, `Listing`,
-    `Listing.__init__`, `is_meta`, `name_and_key`.
+    Proves `save_dcp`, `_Boxes`, `dcp_state`, `Entries._names`, `Entries.state_of`,
+    `Entries.values`, `Listing`, `Listing.__init__`, `is_meta`, `name_and_key`.
     """
     run(we_save, ranks, tmp_path / "ours", tier, tmp_path, torch.float32, layers)
     there = in_plain_pytorch(tmp_path / "ours")
@@ -383,7 +382,7 @@ def test_small_parameters_and_a_rate_that_is_a_tensor(tmp_path):
     """
     Parameters without dimensions and without elements, one that no step has used, and a learning
     rate that torch writes as a tensor: both ways, to the bit.
-    Proves `DcpCheckpoint._read_objects`, `_dcp_keys`, `_meta`.
+    Proves `DcpFolder.read_all`, `_dcp_keys`, `_meta`.
     """
     assert run(small, 1, tmp_path)[0] == ([], pytest.approx(0.01))
 

@@ -45,27 +45,16 @@ import math
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zero3.checkpoint.entries import NOT_SAVED, Entries, Flat
+from zero3.checkpoint.entries import NOT_SAVED, Entries
 from zero3.checkpoint.formats import DcpFolder, dcp_state, flat_entry, is_meta, name_and_key
 from zero3.checkpoint.reader import CheckpointReader, Listing, Param, encode, errors_name
 from zero3.checkpoint.save_load import all_here, load_from
@@ -162,27 +151,25 @@ class _Boxes(dcp.DefaultSavePlanner):
             # Every rank has the whole, and the first one writes it.
             return [item] if self.entries.comm.rank == 0 else []
         assert item.tensor_data, "it is a tensor"
-        name, key = name_and_key(dcp_key)
+        name, key = name_and_key(self.mappings[dcp_key])
         param = self.listing.by_name[name]
         if param.flat not in self.own:
             # It is at another place in the pipeline.
             return []
         flat = self.own[param.flat]
         slot = flat.parameter.slots[self.listing.flats[param.flat]["params"].index(param.entry)]
-        shard_numel = len(flat.parameter.shard)
-        first = self.entries.comm.rank * shard_numel
+        first = self.entries.comm.rank * len(flat.parameter.shard)
+        # The elements of the flat parameter that are the tensor's and in this shard.
+        begin = max(slot.offset, first)
+        end = min(slot.end, first + len(flat.parameter.shard))
         items = []
-        for cut in [piece.where for piece in flat.pieces] or [slice(0, shard_numel)]:
-            begin = max(slot.offset, first + cut.start)
-            end = min(slot.end, first + cut.stop)
-            at = begin - first
-            for chunk in boxes(tuple(slot.view.shape), begin - slot.offset, end - slot.offset):
-                index = MetadataIndex(dcp_key, chunk.offsets)
-                end_at = at + math.prod(chunk.sizes)
-                self.places[index] = (param.flat, key, slice(at, end_at), chunk.sizes)
-                data = replace(item.tensor_data, chunk=chunk)
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-                at = end_at
+        for chunk in boxes(tuple(slot.view.shape), begin - slot.offset, end - slot.offset):
+            index = MetadataIndex(dcp_key, chunk.offsets)
+            where = slice(begin - first, begin - first + math.prod(chunk.sizes))
+            self.places[index] = (param.flat, key, where, chunk.sizes)
+            data = replace(item.tensor_data, chunk=chunk)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+            begin = first + where.stop
         return items
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -199,19 +186,12 @@ class _Boxes(dcp.DefaultSavePlanner):
             self.number = number
         # The writer keeps a reference to all that it has written, so free the memory.
         in_flight.free(self.written)
-        self.written = self._values(flat, key, where).to("cpu", copy=True)
+        dtype = self.state_dict[write_item.index.fqn].dtype
+        # A box may begin in one piece of the optimizer's and end in another.
+        self.written = torch.cat([
+            values[inside(cut, where)].cpu()
+            for cut, values in self.entries.values(flat, key, dtype, self.here)])
         return self.written.view(sizes)
-
-    def _values(self, flat: Flat, key: str, where: slice) -> torch.Tensor:
-        """
-        #### A range of a shard's masters, or of one of its moments
-        """
-        found = [(each.where, each.master) for each in self.here]
-        if key != "param":
-            states = [(piece.where, self.entries.state_of(piece.param)) for piece in flat.pieces]
-            found = [(cut, state.moments[key]) for cut, state in states if key in state.moments]
-        return next(values[inside(cut, where)] for cut, values in found
-                    if cut.start <= where.start < cut.stop)
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[ChunkStorageMetadata]:
@@ -270,7 +250,8 @@ class DcpCheckpoint(CheckpointReader):
         self.dcp = DcpFolder(folder)
         # Files of ours would have random numbers.
         self.files = []
-        groups = self._read_objects()
+        options_of = self.dcp.read_all(self.dcp.options, "an option of the optimizer")
+        groups = [options_of[i] for i in sorted(options_of, key=int)]
         found = {name: i for i, group in enumerate(groups) for name in group.get("params", ())}
         options = [encode({key: value for key, value in group.items() if key not in NOT_SAVED},
                           "param group") for group in groups]
@@ -280,33 +261,6 @@ class DcpCheckpoint(CheckpointReader):
             "optimizer": {"class": "", "groups": options, "scale": {}} if options else None,
             "flats": [flat_entry(name, keys, self.dcp.scalars.get(name, {}), found.get(name))
                       for name, keys in self.dcp.tensors.items()]})
-
-    def _read_objects(self) -> list[dict[str, Any]]:
-        """
-        #### Read the options of all param groups, and the states that are no tensors
-
-        The paths of DCP's keys end with `("param_groups", 0, "lr")` or `("state", NAME, "step")`.
-        """
-        paths = {dcp_key: path for dcp_key, path in (self.dcp.metadata.planner_data or {}).items()
-                 if path[-3:-2] in (("param_groups",), ("state",))}
-        wanted: dict[str, torch.Tensor | None] = {}
-        for dcp_key, path in paths.items():
-            entry = self.dcp.entries[dcp_key]
-            if isinstance(entry, BytesStorageMetadata):
-                wanted[dcp_key] = None
-            elif path[-3] == "param_groups":
-                # A learning rate may be a tensor.
-                wanted[dcp_key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        planner = _Objects()
-        planner.set_up_planner(wanted, self.dcp.metadata, True)
-        with errors_name("an option of the optimizer"):
-            self.dcp.reader.read_data(planner.create_local_plan(), planner).wait()
-        groups: dict[int, dict[str, Any]] = {}
-        for dcp_key, value in planner.state_dict.items():
-            kind, at, name = paths[dcp_key][-3:]
-            known = groups if kind == "param_groups" else self.dcp.scalars
-            known.setdefault(at, {})[name] = value
-        return [group for _, group in sorted(groups.items())]
 
     def read(self, param: Param, key: str, begin: int, end: int) -> torch.Tensor:
         """
@@ -318,33 +272,13 @@ class DcpCheckpoint(CheckpointReader):
             values = torch.empty(end - begin, dtype=entry.properties.dtype)
             chunks = boxes(param.shape, begin, end)
             parts = values.split([math.prod(chunk.sizes) for chunk in chunks])
-            items = create_read_items_for_chunk_list(dcp_key, entry, chunks)
-            if sum(math.prod(item.lengths) for item in items) != len(values):
-                raise Broken("some elements are in no file")
-            views: dict[torch.Size | None, torch.Tensor] = {
-                chunk.offsets: part.view(chunk.sizes)
-                for chunk, part in zip(chunks, parts, strict=True)}
-            self.dcp.reader.read_data(LoadPlan(items), _Into(views)).wait()
+            for chunk, part in zip(chunks, parts, strict=True):
+                items = create_read_items_for_chunk_list(dcp_key, entry, [chunk])
+                Broken.unless(sum(math.prod(item.lengths) for item in items) == len(part),
+                              "some elements are in no file")
+                planner = dcp.DefaultLoadPlanner()
+                planner.state_dict = {dcp_key: part.view(chunk.sizes)}
+                # The box alone is there, so its offset in the tensor does not count.
+                items = [replace(item, dest_index=MetadataIndex(dcp_key)) for item in items]
+                self.dcp.reader.read_data(LoadPlan(items), planner).wait()
         return values
-
-
-class _Into(dcp.DefaultLoadPlanner):
-    """
-    ## DCP's planner, which reads into these views, by the offsets of their boxes
-    """
-
-    def __init__(self, views: dict[torch.Size | None, torch.Tensor]):
-        super().__init__()
-        self.views = views
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self.views[index.offset]
-
-
-class _Objects(dcp.DefaultLoadPlanner):
-    """
-    ## DCP's planner, which runs nothing that is in a pickle
-    """
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

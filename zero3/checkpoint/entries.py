@@ -126,7 +126,6 @@ class Entry(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    in_memory: bool
     flat: Flat | None  # its flat parameter; none if each rank has the whole tensor
     key: str  # "param" or a moment; for a whole tensor its name
 
@@ -335,19 +334,17 @@ class Entries(Named):
         """
         ### The tensors of this rank's file, in the file's order
 
-        Larger elements come first (see `Writer`). Among elements of one size, shards in files come
-        first, because an asynchronous save does not copy them.
+        Larger elements come first (see `Writer`).
         """
         own = [(i, described["keys"])
                for i, described in enumerate(manifest["flats"])
                if described["place"] == self.place]
-        found = [Entry(f"{i}.{key}", TYPES[dtype], (len(flat.parameter.shard),), not flat.in_file,
-                       flat, key)
+        found = [Entry(f"{i}.{key}", TYPES[dtype], (len(flat.parameter.shard),), flat, key)
                  for (i, keys), flat in zip(own, self.flats, strict=True)
                  for key, dtype in keys.items()]
-        found += [Entry(f"replicated.{name}", tensor.dtype, tuple(tensor.shape), True, None, name)
+        found += [Entry(f"replicated.{name}", tensor.dtype, tuple(tensor.shape), None, name)
                   for name, tensor in self.replicated.items()]
-        return sorted(found, key=lambda entry: (-entry.dtype.itemsize, entry.in_memory))
+        return sorted(found, key=lambda entry: -entry.dtype.itemsize)
 
     def tensors(self, entries: list[Entry]) -> Iterator[torch.Tensor]:
         """
@@ -357,16 +354,28 @@ class Entries(Named):
             if flat is None:
                 yield from (self.replicated[entry.key] for entry in run)
                 continue
-            with self.here(flat) as values:
+            with self.here(flat) as here:
                 for entry in run:
-                    if entry.key == "param":
-                        yield from (each.master for each in values)
-                        continue
-                    for piece in flat.pieces:
-                        numel = piece.where.stop - piece.where.start
-                        zeros = torch.zeros((), dtype=entry.dtype).expand(numel)
-                        # Without this moment, if only other param groups have it by their options.
-                        yield self.state_of(piece.param).moments.get(entry.key, zeros)
+                    yield from (values for _, values in
+                                self.values(flat, entry.key, entry.dtype, here))
+
+    def values(self, flat: Flat,
+               key: str,
+               dtype: torch.dtype,
+               here: list[Here]) -> list[tuple[slice, torch.Tensor]]:
+        """
+        ### The masters of a shard, or one of its moments: ranges of the shard with their values
+
+        * `here` is what `here()` yields
+
+        A moment is zero in param groups that do not have it by their options.
+        """
+        if key == "param":
+            return [(each.where, each.master) for each in here]
+        zero = torch.zeros((), dtype=dtype)
+        return [(piece.where, self.state_of(piece.param).moments.get(
+                    key, zero.expand(piece.where.stop - piece.where.start)))
+                for piece in flat.pieces]
 
     @contextmanager
     def here(self, flat: Flat, write: bool = False) -> Iterator[list[Here]]:
@@ -440,7 +449,7 @@ class Entries(Named):
         for names, has, lacks in ((there - here, "the checkpoint", "this model"),
                                   (missing, "this model", "the checkpoint")):
             some = ", ".join(f"`{name}`" for name in sorted(names)[:5])
-            _expect(not names, f"{some}, {len(names)} in all, in {has} and not in {lacks}")
+            Broken.unless(not names, f"{some}, {len(names)} in all, in {has} and not in {lacks}")
 
     def _check_optimizer(self, saved: OptimizerEntry | None, groups: dict[int, int]) -> None:
         """
@@ -463,10 +472,10 @@ class Entries(Named):
                 # One of torch's optimizers has a single state for the shard.
                 shared = [flat.params[i].found.states for piece in flat.pieces
                           for i in piece.positions]
-                _expect(all(states == shared[0] for states in shared),
-                        f"the parameters from `{flat.params[0].names[0]}` on share a shard here, "
-                        "and have different optimizer states, different numbers of steps for "
-                        "instance")
+                Broken.unless(all(states == shared[0] for states in shared),
+                              f"the parameters from `{flat.params[0].names[0]}` on share a shard "
+                              "here, and have different optimizer states, different numbers of "
+                              "steps for instance")
 
     def _check_options(self, saved: OptimizerEntry, groups: dict[int, int]) -> None:
         """
@@ -478,21 +487,21 @@ class Entries(Named):
             options = decode(saved["groups"][theirs])
             # Not every format has the class.
             there = options.pop("optimizer", saved["class"]) or steps
-            _expect(there == steps or {there, steps} == {"Adam", "AdamW"},
-                    f"param group {theirs} is stepped by {there} there, and by {steps} here; leave "
-                    "the optimizer out to load the weights alone")
+            Broken.unless(there == steps or {there, steps} == {"Adam", "AdamW"},
+                          f"param group {theirs} is stepped by {there} there, and by {steps} here; "
+                          "leave the optimizer out to load the weights alone")
             for key, value in options.items():
                 # A scheduler adds options such as `initial_lr`, which this group may not have yet.
                 like = here.get(key, here.get("lr") if key.endswith("lr") else None)
                 fits = _kind(value) == _kind(like) if like is not None else type(value) is not dict
-                _expect(key not in NOT_SAVED and fits, f"param group {theirs} has a `{key}` of "
-                        f"{value!r:.60} there, and of {like!r:.60} here")
+                Broken.unless(key not in NOT_SAVED and fits, f"param group {theirs} has a `{key}` "
+                              f"of {value!r:.60} there, and of {like!r:.60} here")
         for key, value in saved["scale"].items():
             counts = key in _SCALE and type(value) is int and value >= 0
             scales = (isinstance(value, (int, float)) and value is not True
                       and 0 < value < math.inf)
-            _expect(scales if key == "loss_scale" else counts,
-                    f"the optimizer's `{key}` is {value!r:.60} there")
+            Broken.unless(scales if key == "loss_scale" else counts,
+                          f"the optimizer's `{key}` is {value!r:.60} there")
 
     def _first_state(self, index: int, dims: int) -> dict[str, object]:
         """
@@ -624,16 +633,6 @@ class Entries(Named):
                     setattr(self.optimizer, key, value)
 
 
-def _expect(good: bool, problem: str) -> None:
-    """
-    #### Refuse a checkpoint with this problem unless all is good
-
-    `load` raises an error on all ranks.
-    """
-    if not good:
-        raise Broken(problem)
-
-
 def _match_groups(checkpoint: CheckpointReader, everywhere: Names) -> dict[int, int]:
     """
     #### This optimizer's param group for each of the checkpoint's, by the parameters in them
@@ -645,8 +644,9 @@ def _match_groups(checkpoint: CheckpointReader, everywhere: Names) -> dict[int, 
         if theirs is not None and mine is not None:
             # The groups have to correspond one to one, in any order.
             groups.setdefault(theirs, mine)
-            _expect(groups[theirs] == mine and [*groups.values()].count(mine) == 1, "the param "
-                    f"group of `{names[0]}` has other parameters here than in the checkpoint")
+            Broken.unless(groups[theirs] == mine and [*groups.values()].count(mine) == 1,
+                          f"the param group of `{names[0]}` has other parameters here than in the "
+                          "checkpoint")
     return groups
 
 
@@ -691,9 +691,9 @@ def _check_states(own: Own, needed: dict[str, object]) -> None:
         # A moment of another shape than its parameter is none, and would be found here.
         is_moment = isinstance(like, torch.Tensor) and like.dim() == 1
         fits = not is_moment and type(value) is type(like) and _kind(value) == _kind(like)
-        _expect(fits or key in own.found.states["moments"],
-                f"`{own.names[0]}` has a `{key}` of {value!r:.60} there, and this optimizer needs "
-                f"one like {like!r:.60}")
+        Broken.unless(fits or key in own.found.states["moments"],
+                      f"`{own.names[0]}` has a `{key}` of {value!r:.60} there, and this optimizer "
+                      f"needs one like {like!r:.60}")
 
 
 def _kind(value: object) -> object:

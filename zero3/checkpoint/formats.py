@@ -33,6 +33,7 @@ a step for each group. With `--torch-adam` and several groups, give each a tenso
 loading: `for s in engine.optimizer.optimizer.state.values(): s["step"] = s["step"].clone()`.
 """
 
+import io
 import math
 import pickle
 import warnings
@@ -44,8 +45,8 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from zero3 import __version__
 from zero3.checkpoint.reader import (
@@ -57,6 +58,7 @@ from zero3.checkpoint.reader import (
     commit_checkpoint,
     decode,
     encode,
+    errors_name,
     file_name,
     make_output_folder,
     partial_path,
@@ -122,14 +124,12 @@ def flat_entry(name: str,
 
     Raises `Broken` if its tensors do not fit together.
     """
-    if "param" not in keys:
-        raise Broken(f"`{name}` has moments but no values")
+    Broken.unless("param" in keys, f"`{name}` has moments but no values")
     for each in (name, *keys, *scalars):
         check_name(each)
     dtype, shape = keys["param"]
     for key, (_, other) in keys.items():
-        if other != shape:
-            raise Broken(f"`{name}` has the shape {shape}, and its {key} {other}")
+        Broken.unless(other == shape, f"`{name}` has the shape {shape}, and its {key} {other}")
     moments = [key for key in keys if key != "param"]
     states: StatesEntry = {"param_group": group, "moments": moments, "scalars": encode(scalars),
                            "params": None}
@@ -211,8 +211,8 @@ def _check_file_names(checkpoint: CheckpointReader) -> None:
     for param in checkpoint.params:
         check_name(param.name, as_path=True)
         for key in param.states["moments"]:
-            if check_name(key, as_path=True) in (_FP32, "step"):
-                raise Broken(f"`{param.name}` has a moment `{key}`, which is another file's name")
+            Broken.unless(check_name(key, as_path=True) not in (_FP32, "step"),
+                          f"`{param.name}` has a moment `{key}`, which is another file's name")
 
 
 def from_deepspeed(source: Path, folder: Path) -> None:
@@ -372,12 +372,12 @@ class _DcpPlanner(dcp.DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """
-        #### The values of `model.NAME` or of `optim.state.NAME.KEY`
+        #### The values of a parameter, of a moment or of a buffer
         """
         dcp_key = write_item.index.fqn
         if not is_meta(self.state_dict[dcp_key]):
             return super().resolve_data(write_item)
-        name, key = name_and_key(dcp_key)
+        name, key = name_and_key(self.mappings[dcp_key])
         if key == "param":
             return self.checkpoint.replicated(0, name)
         return self.checkpoint.read_whole(self.checkpoint.by_name[name], key)
@@ -390,14 +390,13 @@ def is_meta(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def name_and_key(dcp_key: str) -> tuple[str, str]:
+def name_and_key(path: tuple[object, ...]) -> tuple[str, str]:
     """
-    ## The name of a parameter, and our key, for `model.NAME` or `optim.state.NAME.KEY`
+    ## The name of a parameter, and our key, for a tensor of `dcp_state`
+
+    * `path` is `("model", NAME)` or `("optim", "state", NAME, KEY)`
     """
-    if dcp_key.startswith("model."):
-        return dcp_key.removeprefix("model."), "param"
-    name, _, key = dcp_key.removeprefix("optim.state.").rpartition(".")
-    return name, key
+    return (f"{path[1]}", "param") if path[0] == "model" else (f"{path[2]}", f"{path[3]}")
 
 
 def from_dcp(source: Path, folder: Path) -> None:
@@ -412,9 +411,14 @@ def from_dcp(source: Path, folder: Path) -> None:
     from_tensors(folder, max(steps_taken, default=0), found.tensors, found.scalars, found.read)
 
 
+# The keys of a DCP folder. Of a tensor they are found by the parameter's name and our key, of an
+# option by the number of its param group and its name.
+DcpKeys = dict[tuple[str, str], str]
+
+
 class DcpFolder:
     """
-    ## The tensors in a folder of DCP's
+    ## What is in a folder of DCP's
 
     * `tensors` and `scalars` are as for `from_tensors`
     """
@@ -424,58 +428,91 @@ class DcpFolder:
         self.entries: dict[str, Any] = {**self.metadata.state_dict_metadata}
         self.reader = dcp.FileSystemReader(folder)
         self.reader.set_up_storage_reader(self.metadata, True)
-        self.keys = _dcp_keys(self.metadata)
+        self.keys, self.options = _dcp_keys(self.metadata)
+        sizes = {name: self.entries[dcp_key].size
+                 for (name, key), dcp_key in self.keys.items() if key == "param"}
         self.tensors: dict[str, Like] = {}
-        self.scalars: dict[str, dict[str, torch.Tensor]] = {}
-        # Parameters before their moments, to compare shapes.
-        for name, key in sorted(self.keys, key=lambda pair: (pair[0], pair[1] != "param")):
-            entry = self.entries[self.keys[name, key]]
-            keys = self.tensors.setdefault(name, {})
-            shape = tuple(entry.size)
-            if key == "step" or ("param" in keys and keys["param"][1] != shape):
-                self.scalars.setdefault(name, {})[key] = self.read(name, key)
+        scalars: DcpKeys = {}
+        for (name, key), dcp_key in sorted(self.keys.items()):
+            entry = self.entries[dcp_key]
+            # An object that is no tensor has none.
+            size = getattr(entry, "size", None)
+            if key == "step" or size is None or size != sizes.get(name, size):
+                scalars[name, key] = dcp_key
             else:
-                keys[key] = (entry.properties.dtype, shape)
+                keys = self.tensors.setdefault(name, {})
+                keys[key] = (entry.properties.dtype, tuple(size))
+        self.scalars = self.read_all(scalars, "a state of the optimizer")
+
+    def read_all(self, keys: DcpKeys, what: str) -> dict[str, dict[str, Any]]:
+        """
+        ### Read tensors as a whole, and objects that are no tensors
+
+        * `what` names them in errors
+
+        Returns the value for each parameter and key, or for each param group and option.
+        """
+        wanted: dict[str, torch.Tensor | None] = {}
+        for dcp_key in keys.values():
+            entry = self.entries[dcp_key]
+            wanted[dcp_key] = None if isinstance(entry, BytesStorageMetadata) else torch.empty(
+                entry.size, dtype=entry.properties.dtype)
+        planner = _Objects()
+        planner.set_up_planner(wanted, self.metadata, True)
+        with errors_name(what):
+            self.reader.read_data(planner.create_local_plan(), planner).wait()
+        found: dict[str, dict[str, Any]] = {}
+        for (at, key), dcp_key in keys.items():
+            found.setdefault(at, {})[key] = planner.state_dict[dcp_key]
+        return found
 
     def read(self, name: str, key: str) -> torch.Tensor:
         """
         ### Read a whole tensor
         """
-        entry = self.entries[self.keys[name, key]]
-        values = torch.empty(entry.size, dtype=entry.properties.dtype)
-        planner = dcp.DefaultLoadPlanner()
-        planner.set_up_planner({self.keys[name, key]: values}, self.metadata, True)
-        self.reader.read_data(planner.create_local_plan(), planner).wait()
-        return values
+        pair = (name, key)
+        return self.read_all({pair: self.keys[pair]}, f"`{name}`, its {key}")[name][key]
 
 
-def _dcp_keys(metadata: dcp.Metadata) -> dict[tuple[str, str], str]:
+def _dcp_keys(metadata: dcp.Metadata) -> tuple[DcpKeys, DcpKeys]:
     """
-    #### DCP's key of each tensor, by the parameter's name and our key
+    #### DCP's keys of parameters and their states, and those of the options of param groups
 
     A folder without any `model` is a plain state dict.
     """
     paths = metadata.planner_data or {}
     nested = any("model" in paths.get(key, ())
                  for key in metadata.state_dict_metadata)
-    found: dict[tuple[str, str], str] = {}
-    tensors = [dcp_key for dcp_key, entry in metadata.state_dict_metadata.items()
-               if isinstance(entry, TensorStorageMetadata)]
-    for dcp_key in tensors:
+    keys: DcpKeys = {}
+    options: DcpKeys = {}
+    for dcp_key, entry in metadata.state_dict_metadata.items():
         path = [str(part)
                 for part in paths.get(dcp_key, (dcp_key,))]
-        if "optim" in path:
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        if path[-3:-2] == ["param_groups"]:
+            options[path[-2], path[-1]] = dcp_key
+        elif "optim" in path:
             # Either `state`, name and moment are parts of the path, or they are one part.
             rest = ".".join(path[path.index("optim") + 1 :])
-            name, _, moment = rest.removeprefix("state.").rpartition(".")
-            # A learning rate may be a tensor, too.
-            if not rest.startswith("param_groups."):
-                found[name, moment] = dcp_key
-        elif not nested:
-            found[".".join(path), "param"] = dcp_key
-        elif "model" in path:
-            found[".".join(path[path.index("model") + 1 :]), "param"] = dcp_key
-    return found
+            name, _, key = rest.removeprefix("state.").rpartition(".")
+            is_state = is_tensor or path[-3:-2] == ["state"]
+            # Options that were flattened are those of a parameter.
+            if is_state and not rest.startswith("param_groups."):
+                keys[name, key] = dcp_key
+        elif is_tensor and not nested:
+            keys[".".join(path), "param"] = dcp_key
+        elif is_tensor and "model" in path:
+            keys[".".join(path[path.index("model") + 1 :]), "param"] = dcp_key
+    return keys, options
+
+
+class _Objects(dcp.DefaultLoadPlanner):
+    """
+    ## DCP's planner, which runs nothing that is in a pickle
+    """
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 def _make(made: Any, cls: type, *args: object) -> object:
@@ -493,8 +530,8 @@ def _read_metadata(folder: Path) -> dcp.Metadata:
     """
     with open(folder / ".metadata", "rb") as file:
         metadata = _MetadataUnpickler(file).load()
-    if not isinstance(metadata, dcp.Metadata):
-        raise Broken(f"`.metadata` has a {type(metadata).__name__} instead of DCP's metadata")
+    Broken.unless(isinstance(metadata, dcp.Metadata),
+                  f"`.metadata` has a {type(metadata).__name__} instead of DCP's metadata")
     for info in metadata.storage_data.values():
         check_name(info.relative_path, as_path=True)
     return metadata

@@ -195,8 +195,8 @@ def make_output_folder(folder: Path) -> Path:
 
     Raises `Broken` if it has checkpoints or is one, and `OSError`.
     """
-    if newest(folder) or (folder / MANIFEST).exists():
-        raise Broken(f"{folder} has checkpoints in it: choose a folder of its own")
+    Broken.unless(not newest(folder) and not (folder / MANIFEST).exists(),
+                  f"{folder} has checkpoints in it: choose a folder of its own")
     folder.mkdir(parents=True, exist_ok=True)
     lock_folder(folder)
     return folder
@@ -475,37 +475,38 @@ class CheckpointReader(Listing):
         the file and its rank.
         """
         values = torch.empty(end - begin, dtype=self.dtype(param, key))
-        # A piece at a time, because each is in memory twice: in `values` and as bytes.
-        for at in range(0, len(values), PART_NUMEL):
-            self._read_into(values[at : at + PART_NUMEL], param, key, begin + at)
+        at = 0
+        while at < len(values):
+            # A piece at a time, because each is in memory twice: in `values` and as bytes.
+            at += self._read_into(values[at : at + PART_NUMEL], param, key, begin + at)
         return values
 
     def _read_into(self, values: torch.Tensor,
                    param: Param,
                    key: str,
-                   begin: int) -> None:
+                   begin: int) -> int:
         """
-        #### Read the elements from `begin` on into `values`
+        #### Read the elements from `begin` on into `values`, as many as are in one file
+
+        Returns how many.
         """
-        end = begin + len(values)
-        # The ranks that have split it have some of the elements each.
-        for each in param.parts:
-            part: Any = each.part
-            found = self.read(each, key, part.before(begin), part.before(end))
-            values[part.holds(torch.arange(begin, end))] = found
         if param.parts:
-            return
+            # The ranks that have split it have some of the elements each.
+            end = begin + len(values)
+            for each in param.parts:
+                part: Any = each.part
+                found = self.read(each, key, part.before(begin), part.before(end))
+                values[part.holds(torch.arange(begin, end))] = found
+            return len(values)
         flat = self.flats[param.flat]
         shard_numel = self._shard_numel(flat)
-        files = self.files_at(flat["place"])
+        # The formula above: the file, and the element of its shard.
+        rank, first = divmod(param.entry["offset"] + begin, shard_numel)
+        last = min(shard_numel, first + len(values))
         with errors_name(f"`{param.name}`, its {key}"):
-            while len(values):
-                # The formula above: the file, and the element of its shard.
-                rank, first = divmod(param.entry["offset"] + end - len(values), shard_numel)
-                last = min(shard_numel, first + len(values))
-                part = files[rank].read(f"{param.flat}.{key}", first, last)
-                values[: len(part)] = part
-                values = values[len(part) :]
+            file = self.files_at(flat["place"])[rank]
+            values[: last - first] = file.read(f"{param.flat}.{key}", first, last)
+        return last - first
 
     def read_whole(self, param: Param, key: str = "param") -> torch.Tensor:
         """
@@ -565,8 +566,8 @@ def _read_manifest(path: Path) -> Manifest:
     """
     #### Read and check a manifest
     """
-    if not path.is_file():
-        raise Broken(f"{path} is missing: this is no checkpoint, nor a folder with checkpoints")
+    Broken.unless(path.is_file(), f"{path} is missing: this is no checkpoint, nor a folder with "
+                  "checkpoints")
     raw = path.read_bytes()
     manifest = json.loads(raw)
     version = manifest.get("version")
@@ -575,8 +576,8 @@ def _read_manifest(path: Path) -> Manifest:
         raise Broken(f"{path} is of format {version}, and this zero3 reads format {VERSION}: "
                      "install a newer zero3")
     head = _first_line(b"")
-    if raw[: len(head)] != _first_line(raw[len(head) :]):
-        raise Broken(f"{path} is damaged: it does not match its checksum")
+    Broken.unless(raw[: len(head)] == _first_line(raw[len(head) :]),
+                  f"{path} is damaged: it does not match its checksum")
     # A checkpoint that was made from another format has no places.
     manifest.setdefault("places", 1)
     for flat in manifest["flats"]:

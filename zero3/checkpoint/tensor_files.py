@@ -46,12 +46,10 @@ class TensorFile:
     crc32: str
 
     def __post_init__(self) -> None:
-        if not self.path.exists():
-            raise Broken(f"{self.path}, the file of rank {self.rank}, is missing")
+        Broken.unless(self.path.exists(), f"{self.path}, the file of rank {self.rank}, is missing")
         nbytes = self.path.stat().st_size
-        if nbytes != self.nbytes:
-            raise Broken(f"{self.path}, the file of rank {self.rank}, has {nbytes:,} bytes instead "
-                         f"of {self.nbytes:,}")
+        Broken.unless(nbytes == self.nbytes, f"{self.path}, the file of rank {self.rank}, has "
+                      f"{nbytes:,} bytes instead of {self.nbytes:,}")
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """
@@ -59,14 +57,14 @@ class TensorFile:
 
         Returns `(end - begin,)`. Raises `Broken` if they are missing or damaged.
         """
-        if name not in self.header:
-            raise Broken(f"{self.path}, the file of rank {self.rank}, has no `{name}`")
+        Broken.unless(name in self.header, f"{self.path}, the file of rank {self.rank}, has no "
+                      f"`{name}`")
         dtype = TYPES[self.header[name]["dtype"]]
         first, last = self.header[name]["data_offsets"]
         if end is None:
             end = (last - first) // dtype.itemsize
-        if first + end * dtype.itemsize > last:
-            raise Broken(f"{self.path} has no elements {begin:,} to {end:,} of `{name}`")
+        Broken.unless(first + end * dtype.itemsize <= last,
+                      f"{self.path} has no elements {begin:,} to {end:,} of `{name}`")
         data = self.read_bytes(first + begin * dtype.itemsize, first + end * dtype.itemsize)
         # `torch.frombuffer` refuses an empty buffer.
         return torch.frombuffer(data or bytearray(8), dtype=dtype)[: end - begin]
@@ -89,8 +87,8 @@ class TensorFile:
 
         Raises `Broken` if one of their blocks is damaged.
         """
-        if not 0 <= begin <= end <= self.nbytes:
-            raise Broken(f"{self.path} has no bytes {begin:,} to {end:,}")
+        Broken.unless(0 <= begin <= end <= self.nbytes,
+                      f"{self.path} has no bytes {begin:,} to {end:,}")
         first = begin // BLOCK_BYTES
         found = bytearray().join(map(self.block, range(first, -(-end // BLOCK_BYTES))))
         return found[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
@@ -121,8 +119,8 @@ def check_files(source: Path) -> None:
     Nobody may ever write to a pipe, and reading it would wait for that. Raises `Broken`.
     """
     for path in (source, *source.rglob("*")):
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise Broken(f"{path} is neither a file nor a folder")
+        Broken.unless(not path.exists() or path.is_file() or path.is_dir(),
+                      f"{path} is neither a file nor a folder")
 
 
 def check_name(name: str, as_path: bool = False) -> str:
@@ -135,8 +133,7 @@ def check_name(name: str, as_path: bool = False) -> str:
     not lead out of their folder either, so `.`, `..` and separators are refused.
     """
     leads_away = as_path and (name in (".", "..") or "/" in name or "\\" in name)
-    if not name or not name.isprintable() or leads_away:
-        kind = "file or folder" if as_path else "parameter or moment"
-        raise Broken(f"`{name}` is not a valid name of a {kind}: it may be forged, to write to "
-                     "another folder")
+    kind = "file or folder" if as_path else "parameter or moment"
+    Broken.unless(bool(name) and name.isprintable() and not leads_away, f"`{name}` is not a valid "
+                  f"name of a {kind}: it may be forged, to write to another folder")
     return name
