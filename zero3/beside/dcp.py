@@ -138,7 +138,10 @@ class _Boxes(dcp.DefaultSavePlanner):
         ### List the boxes of this rank, one flat parameter after the other
         """
         plan = super().create_local_plan()
-        self.plan = replace(plan, items=[box for item in plan.items for box in self._boxes(item)])
+        self.plan = replace(plan, items=[
+            box
+            for item in plan.items
+            for box in self._boxes(item)])
         self.plan.items.sort(key=lambda item: self.places.get(item.index, (-1,))[0])
         return self.plan
 
@@ -213,7 +216,9 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[ChunkStorageMeta
         offsets = [begin // numel % size for numel, size in zip(rows, shape, strict=True)]
         count = min((end - begin) // rows[dim], shape[dim] - offsets[dim])
         sizes = [1] * dim + [count, *shape[dim + 1 :]]
-        found.append(ChunkStorageMetadata(torch.Size(offsets[:dims]), torch.Size(sizes[:dims])))
+        found.append(ChunkStorageMetadata(
+            torch.Size(offsets[:dims]),
+            torch.Size(sizes[:dims])))
         begin += count * rows[dim]
     return found
 
@@ -252,7 +257,9 @@ class DcpCheckpoint(CheckpointReader):
         self.files = []
         options_of = self.dcp.read_all(self.dcp.options, "an option of the optimizer")
         groups = [options_of[i] for i in sorted(options_of, key=int)]
-        found = {name: i for i, group in enumerate(groups) for name in group.get("params", ())}
+        found = {name: i
+                 for i, group in enumerate(groups)
+                 for name in group.get("params", ())}
         options = [encode({key: value for key, value in group.items() if key not in NOT_SAVED},
                           "param group") for group in groups]
         Listing.__init__(self, {

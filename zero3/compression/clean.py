@@ -95,7 +95,9 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     modules = named_modules(model)
     if trained is not None:
         take_over(modules[""], trained)
-    plans = {name: Plan(name, module) for name, module in modules.items() if _methods(module)}
+    plans = {name: Plan(name, module)
+             for name, module in modules.items()
+             if _methods(module)}
     expect(bool(plans), "clean", "a model with compressed weights", "none, or a model that is "
            "clean already", "call `compress` with the rules that it was trained with")
     cuts = _cuts(modules)
@@ -366,7 +368,8 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     weights: dict[str, About] = about["weights"]
     stored = {f"{weight}.{part}" for weight in weights for part in PARTS}
     there = {*weights, *(tensors.keys() - stored)}
-    places = {_file_name(place): (place, old) for place, old in _tensors(modules).items()}
+    places = {_file_name(place): (place, old)
+              for place, old in _tensors(modules).items()}
     expect(there == places.keys(), f"read: {path}", "the names of the model",
            f"others, {sorted(there ^ places.keys())}", "build the model as it was before "
            "`compress`; if inputs are rounded, call `compress` with the rules of inputs alone")
