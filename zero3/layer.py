@@ -144,7 +144,9 @@ class Zero3Layer(Sharded):
         """
         full = self._merge_and_pad_params(list(params))  # (world_size * shard_numel,), device
         # Rank 0 sends each rank its part, so that all ranks begin with the same model.
-        shard = self.comm.scatter(full)  # (shard_numel,), device
+        part = self.comm.scatter(full)  # (shard_numel,), device
+        # A single rank's part is the buffer itself, which is about to be freed.
+        shard = part.clone() if part is full else part
         # All of these parameters are trainable, or all are frozen.
         trains = next(iter(params)).requires_grad
         storage = self.offload.shard(self, shard, trains)
@@ -302,7 +304,7 @@ class Zero3Layer(Sharded):
         """
         ### Forward pass: unshard, compute, reshard
 
-        In a chain the layer before this one has started its all-gather already. The hooks that
+        In a chain `walk` has started the all-gather of this layer already. The hooks that
         `watch` adds to inputs and outputs bring backward back to this layer.
         """
         # Activation checkpointing computes the layer again inside a backward pass. Its backward

@@ -205,7 +205,8 @@ class Sharded(Trained, Guarded):
                         "a block that ends without an error, and parameters of the same shape and "
                         "type", problem, "look for the error on that rank; change values only")
         for flat, full in zip(self.flats, fulls, strict=True):
-            flat.storage.replace(self.comm.scatter(full))
+            flat.storage.load().copy_(self.comm.scatter(full))
+            flat.storage.save()
 
     def drop_full_grads(self) -> None:
         """

@@ -53,7 +53,7 @@ stream, it would also wait for the next layer's copy.
 
 **The same on all ranks.** Before its data, each rank announces what it is about to send, and
 `guards/diverged.py` compares the announcements: on the CPU the host does it, and on an accelerator
-the device, so that the host need not wait.
+the device, unless the host is about to wait anyway.
 
 **Run this**: `make bench ARGS=--comm` compares the messages used here with gloo's collectives.
 
@@ -404,8 +404,8 @@ class Communicator(Peers):
 
         * `what`, `expected`, `got` and `cure` are as for `expect`
 
-        Raises `RuntimeError`, here and in every later wait for a transfer. This rank begins no
-        other transfer, and the other ranks raise an error when they wait for this one.
+        Raises `RuntimeError`, here and in every later wait for a transfer. This rank does not begin
+        the next transfer, and the other ranks raise an error when they wait for that.
         """
         try:
             expect(False, f"rank {self.global_rank}: {sender.label} {what}", expected, got, cure,
@@ -502,9 +502,9 @@ class Communicator(Peers):
 
     def scatter(self, full: torch.Tensor) -> torch.Tensor:
         """
-        ### This rank's part of the first rank's buffer: `(shard_numel,)`, memory of its own
+        ### This rank's part of the first rank's buffer: `(shard_numel,)`
 
-        * `full` is `(world_size * shard_numel,)`
+        * `full` is `(world_size * shard_numel,)`; on a single rank it is the part itself
 
         All ranks must call it. It waits.
         """
@@ -518,7 +518,7 @@ class Communicator(Peers):
                 group.together("first values", dist.scatter, _bytes(part),
                                parts if group.rank == 0 else None, group_src=0)
         self._broadcast(self.replicas, part)
-        return part.clone() if part is full else part
+        return part
 
     def broadcast(self, tensors: Iterable[torch.Tensor | None], source: int = 0) -> None:
         """

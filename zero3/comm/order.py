@@ -60,7 +60,7 @@ class Group:
     # torch's process group; `None` stands for that of all ranks. Weakly, because a reference keeps
     # gloo's threads alive.
     handle: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False)
-    # Whether each rank has a part of every weight, for tensor parallelism (see `parts.py`).
+    # Whether its ranks split the weights of the same layers (see `parts.py`).
     same_layers: bool = False
 
     @property

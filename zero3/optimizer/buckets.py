@@ -53,8 +53,9 @@ class Bucket(Reducer):
         self.optimizer: Any = None
         # The gradients that wait, each with its receive buffer, by their layers.
         self.waiting: dict[Reducible, Pairs] = {}
-        # The gradients in flight: one list for each data type, in the order of packing.
-        self.packed: list[list[_Gradient]] = []
+        # This rank's shares of the gradients in flight: one list for each data type, in the order
+        # of packing.
+        self.packed: list[list[_Share]] = []
 
     def make_way(self, layer: Reducible, pairs: Pairs) -> bool:
         """
@@ -90,9 +91,9 @@ class Bucket(Reducer):
         sums: dict[Reducible, dict[int, torch.Tensor]] = {}
         # For each data type the sums of this rank's parts, side by side.
         for group, total in zip(packed, self.arrived(), strict=True):
-            parts = total.split([gradient.rows.shape[1] for gradient in group])
-            for gradient, part in zip(group, parts, strict=True):
-                sums.setdefault(gradient.layer, {})[gradient.position] = part
+            parts = total.split([share.numel for share in group])
+            for share, part in zip(group, parts, strict=True):
+                sums.setdefault(share.layer, {})[share.position] = part
         for each, by_position in sums.items():
             each.add_reduced([by_position[i] for i in sorted(by_position)])
 
@@ -121,26 +122,29 @@ class Bucket(Reducer):
         """
         # In the order of the layers, because gradients may arrive in another order on each rank.
         layers = sorted(gradients, key=lambda layer: -layer.layer_idx)
-        by_dtype: dict[torch.dtype, list[_Gradient]] = {}
+        by_dtype: dict[torch.dtype, Pairs] = {}
+        # Without the gradients themselves, so that each layer can free its own.
+        shares: dict[torch.dtype, list[_Share]] = {}
         for layer in layers:
             for i, (grad, buffer) in enumerate(gradients[layer]):
-                gradient = _Gradient(layer, i, self.comm.rows(grad), buffer)
-                by_dtype.setdefault(grad.dtype, []).append(gradient)
+                rows = self.comm.rows(grad)  # (world_size, shard_numel)
+                by_dtype.setdefault(grad.dtype, []).append((rows, buffer))
+                shares.setdefault(grad.dtype, []).append(_Share(layer, i, rows.shape[1]))
             self.waiting.pop(layer, None)
         self.land()
-        self.packed = list(by_dtype.values())
-        pairs = [self._pack(group) for group in self.packed]
+        self.packed = list(shares.values())
+        pairs = [self._pack(group) for group in by_dtype.values()]
         self.started(layers, self.comm.reduce_scatter(layers, pairs))
 
-    def _pack(self, group: "list[_Gradient]") -> tuple[torch.Tensor, torch.Tensor]:
+    def _pack(self, group: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
         """
         #### Put gradients side by side, row by row: a gradient and a receive buffer
         """
-        rows = [gradient.rows for gradient in group]
+        rows = [each for each, _ in group]
         # (world_size, sum of all shard_numel), device; without a copy, if there is one gradient.
         packed = torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
         # The memory of the first one's buffer becomes the receive buffer of all.
-        return packed.view(-1), group[0].buffer
+        return packed.view(-1), group[0][1]
 
     def _fills(self, gradients: dict[Reducible, Pairs]) -> bool:
         return sum(grad.nbytes for pairs in gradients.values()
@@ -163,12 +167,11 @@ class PlannedBucket(Bucket):
             self._send(self.waiting)
 
 
-class _Gradient(NamedTuple):
+class _Share(NamedTuple):
     """
-    ## A flat gradient in a bucket, and where it comes from
+    ## A rank's share of a gradient in flight
     """
 
     layer: Reducible
     position: int  # among the layer's flat gradients
-    rows: torch.Tensor  # (world_size, shard_numel), device
-    buffer: torch.Tensor  # as many elements; its memory may become a receive buffer
+    numel: int  # shard_numel of the flat gradient
