@@ -262,7 +262,7 @@ assert all(f"file of rank {N - 1}, is damaged" in error and unchanged for error,
 #
 # ## Save while training continues
 #
-# With `async_write=True`, `save` copies the shards and returns, and threads write the copies.
+# With `async_write=True`, `save` copies the shards and returns, and a thread writes the copies.
 # **Predict**: take one more step after `save`, and then wait for the checkpoint. Does it have the
 # weights from before this step or from after it?
 

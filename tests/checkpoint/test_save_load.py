@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
 from zero3.checkpoint.convert import main
+from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.formats import from_tensors
 from zero3.checkpoint.reader import (
     MANIFEST,
@@ -35,7 +35,6 @@ from zero3.checkpoint.reader import (
     steps,
 )
 from zero3.checkpoint.tensor_files import TensorFile
-from zero3.offload import tensors
 from zero3.offload.disk import File
 from zero3.offload.tensors import BLOCK_BYTES, Broken, Writer
 
@@ -390,8 +389,8 @@ def test_states_in_files_do_not_come_to_memory_together(tmp_path):
     """
     Twenty layers whose states are in files: to save and to load them takes the pieces of a file
     that are under way, 32 MiB, and a shard, and not the states. An asynchronous save writes them at
-    once. Breaks where that has room ahead of the disk for what rests in files.
-    Proves `Writer.write`, `Entries.tensors`, `Saving._open_file`.
+    once.
+    Proves `Writer.write`, `Entries.tensors`, `Saving._write_now`.
     """
     for grown, states in run(saves_from_files, 1, tmp_path / "a", tmp_path, fresh=True):
         assert states > 100 and max(grown) < 60, (grown, states)
@@ -429,55 +428,20 @@ def saves_meanwhile(folder, torchs):
     return events[:3], same(weights(other), before), not same(weights(model), before)
 
 
-def test_an_asynchronous_save_has_room_for_what_is_in_memory(tmp_path, monkeypatch):
+def test_what_rests_in_files_comes_first_of_what_is_as_wide(tmp_path):
     """
-    Two layers of four rest in files, and have none: of the others one has 12 elements of 4 bytes,
-    one as many of 8. A save that waits for the disk needs no room.
-    Proves `Saving._open_file`, `Flat.in_file`, `Entry`.
+    An asynchronous save writes it at once, and copies what comes after it. Breaks where a copy of
+    what is in memory would have to wait for files.
+    Proves `Entries.entries`.
     """
-    ahead, begin = [], Writer.__init__
-
-    def noted(self, path, like, header, ahead_bytes):
-        ahead.append(ahead_bytes)
-        begin(self, path, like, header, ahead_bytes)
-
-    monkeypatch.setattr(Writer, "__init__", noted)
-    nvme = Offload("nvme", tmp_path)
     model = Zero3Sequential([
-        Zero3Layer(nn.Linear(3, 3), offload=nvme), Zero3Layer(nn.Linear(3, 3)),
-        Zero3Layer(nn.Linear(3, 3).double()), Zero3Layer(nn.Linear(3, 3), offload=nvme)])
-    for step in (1, 2):
-        save(tmp_path / "run", model, step=step, async_write=step == 1).wait()
-    assert ahead == [12 * 4 + 12 * 8, 0]
-    expected = weights(model)
-    load(tmp_path / "run", model)
-    assert same(weights(model), expected)
-
-
-def test_a_writer_may_be_ahead_of_the_disk(tmp_path, monkeypatch):
-    """
-    It has taken eight pieces of 1 MiB before the disk takes the first one. Breaks where it has four
-    pieces whatever it is told, and waits.
-    Proves `Writer.__init__`, `Writer._flush`, `Writer.finish`, `Writer._force_out`.
-    """
-    monkeypatch.setattr(tensors, "_PIECE_BYTES", 1 << 20)
-    events, gate, move = [], threading.Event(), File.move
-
-    def wait(self, *args):
-        assert gate.wait(60)
-        events.append("disk")
-        return move(self, *args)
-
-    monkeypatch.setattr(File, "move", wait)
-    values = torch.arange(8 << 20).to(torch.uint8)
-    with Writer(tmp_path / "x", {"a": (torch.uint8, values.shape)}, None, 8 << 20) as writer:
-        writer.write(values)
-        file = writer.finish()
-        events.append("caller")
-        gate.set()
-        assert file.result()["nbytes"] == (tmp_path / "x").stat().st_size
-    assert events == ["caller"] + ["disk"] * 9
-    assert torch.equal(load_file(tmp_path / "x")["a"], values)
+        Zero3Layer(nn.Linear(3, 3), offload=Offload("nvme", tmp_path)),
+        Zero3Layer(nn.Linear(3, 3)), Zero3Layer(nn.Linear(3, 3).double()),
+        Zero3Layer(nn.Linear(3, 3), offload=Offload("nvme", tmp_path))])
+    entries = Entries(model, None)
+    manifest = entries.manifest(entries.describe())
+    found = [(entry.name, entry.in_memory) for entry in entries.entries(manifest)]
+    assert found == [("2.param", True), ("0.param", False), ("3.param", False), ("1.param", True)]
 
 
 @pytest.mark.parametrize("torchs", [False, True])
@@ -485,7 +449,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, torchs):
     """
     Two steps are taken before a byte is written, and what is written is of before them. Breaks
     where an asynchronous save waits, or writes what has changed since.
-    Proves `Saving`, `Saving.begin`, `Saving.wait`, `Writer.finish`.
+    Proves `Saving`, `Saving.begin`, `Saving._write_now`, `Saving.wait`.
     """
     expected = ["step", "step", "write"], True, True
     assert run(saves_meanwhile, 2, tmp_path, torchs) == [expected] * 2
@@ -528,7 +492,7 @@ def test_a_write_that_failed_is_an_error_in_the_next_step(tmp_path):
     """
     On all ranks, before the step changes anything; then training may go on, and save again, and a
     step that finds the files written makes the checkpoint. Breaks where a thread's error is lost.
-    Proves I10, `Writer._force_out`, `Saving._end_if_done`, `Saving._on_all_ranks`.
+    Proves I10, `Saving._write_rest`, `Saving._end_if_done`, `Saving._on_all_ranks`.
     """
     for rank, (message, again, unchanged, names) in enumerate(run(fails_meanwhile, 2, tmp_path)):
         assert again == message

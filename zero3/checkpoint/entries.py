@@ -126,6 +126,7 @@ class Entry(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    in_memory: bool
     flat: Flat | None  # its flat parameter; none if each rank has the whole tensor
     key: str  # "param" or a moment; for a whole tensor its name
 
@@ -334,17 +335,19 @@ class Entries(Named):
         """
         ### The tensors of this rank's file, in the file's order
 
-        Larger elements come first (see `Writer`).
+        Larger elements come first (see `Writer`). Among elements of one size, shards in files come
+        first, because an asynchronous save does not copy them.
         """
         own = [(i, described["keys"])
                for i, described in enumerate(manifest["flats"])
                if described["place"] == self.place]
-        found = [Entry(f"{i}.{key}", TYPES[dtype], (len(flat.parameter.shard),), flat, key)
+        found = [Entry(f"{i}.{key}", TYPES[dtype], (len(flat.parameter.shard),), not flat.in_file,
+                       flat, key)
                  for (i, keys), flat in zip(own, self.flats, strict=True)
                  for key, dtype in keys.items()]
-        found += [Entry(f"replicated.{name}", tensor.dtype, tuple(tensor.shape), None, name)
+        found += [Entry(f"replicated.{name}", tensor.dtype, tuple(tensor.shape), True, None, name)
                   for name, tensor in self.replicated.items()]
-        return sorted(found, key=lambda entry: -entry.dtype.itemsize)
+        return sorted(found, key=lambda entry: (-entry.dtype.itemsize, entry.in_memory))
 
     def tensors(self, entries: list[Entry]) -> Iterator[torch.Tensor]:
         """

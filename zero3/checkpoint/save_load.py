@@ -40,14 +40,13 @@ each stage; otherwise each rank begins a new stream of its own. `extra` is taken
 """
 
 import json
-import math
 import operator
 import os
 import random
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,7 @@ def save(folder: str | Path,
     * `extra` is anything else that the run needs, such as the `state_dict()` of a scheduler:
       numbers, strings, tensors, lists, tuples and dicts
     * `async_write` copies everything in memory, $\frac{12\Psi}{N}$ bytes per rank, and returns
-      while threads write the copies. The checkpoint is complete after a later optimizer step, the
+      while a thread writes the copies. The checkpoint is complete after a later optimizer step, the
       next `save` or `load`, or `wait()`; call `wait()` before the program ends
     * `keep` is the number of checkpoints to keep, including this one
 
@@ -184,17 +183,16 @@ class Saving:
         self.keep = keep
         self.partial = partial_path(folder, step)
         self.manifest: Manifest = {}
-        # At the end it closes the file, and removes the folder if that has become no checkpoint.
-        self.at_end = ExitStack()
-        # This rank's file, when it is on the disk; none, if another replica writes it.
-        self.written: Future[FileEntry] | None = None
+        # Closes and removes what this save has made, if it fails.
+        self.undo = ExitStack()
+        self.writer: Writer | None = None  # once it has reserved the disk space
         self.hook: RemovableHandle | None = None
         # The folder of the checkpoint when all is on the disk, or an error.
         self.complete: Future[Path] = Future()
 
     def begin(self, extra: object, async_write: bool) -> None:
         """
-        ### Reserve the disk space, and write this rank's file or let threads write it
+        ### Reserve the disk space, and write this rank's file or start a thread that writes it
 
         A full disk is an error before anything is written, because all ranks reserve space first.
         """
@@ -203,19 +201,21 @@ class Saving:
         with self._on_all_ranks():
             described = self._prepare(extra)
         self.manifest |= self.entries.manifest(described)
+        # One replica writes, because the others would write the same.
+        listed = (self.entries.entries(self.manifest) if self.entries.comm.in_first_replica
+                  else [])
         # The random number states of each replica of this shard (all-gather).
         streams = self.entries.comm.replicas.gather(
             json.dumps(encode(_random_states(self.entries.device))))
-        listed = self.entries.entries(self.manifest)
         with self._on_all_ranks():
-            # One replica writes, because the others would write the same.
-            writer = (self._open_file(listed, streams, async_write)
-                      if self.entries.comm.in_first_replica else None)
+            if listed:
+                self._open_file(listed, streams)
         with self._on_all_ranks():
-            if writer:
-                for values in self.entries.tensors(listed):
-                    writer.write(values)
-                self.written = writer.finish()
+            copies = self._write_now(listed, async_write)
+        worker = ThreadPoolExecutor(1, "zero3-checkpoint")
+        # This rank's file, when it is on the disk.
+        self.written = worker.submit(self._write_rest, copies)
+        worker.shutdown(wait=False)
         if async_write:
             _LAST_SAVES[self.entries.comm] = self
             if self.entries.optimizer is not None:
@@ -236,36 +236,54 @@ class Saving:
             clean_up_interrupted_saves(self.folder)
             self.partial.mkdir()
             # Not before: a folder that this save did not create belongs to another run.
-            self.at_end.callback(self._remove_partial)
+            self.undo.callback(self._remove_partial)
         return self.entries.describe()
 
     def _remove_partial(self) -> None:
         """
         #### Remove the folder of a save that has failed
 
-        After a save that went well it has another name. A folder with a manifest is a checkpoint
-        already, and `clean_up_interrupted_saves` renames it.
+        A folder with a manifest is a checkpoint already, and `clean_up_interrupted_saves` renames
+        it.
         """
         if not (self.partial / MANIFEST).exists():
             shutil.rmtree(self.partial, ignore_errors=True)
 
-    def _open_file(self, listed: list[Entry],
-                   streams: list[str],
-                   async_write: bool) -> Writer:
+    def _open_file(self, listed: list[Entry], streams: list[str]) -> None:
         """
         #### Reserve the space of this rank's file
-
-        An asynchronous save does not wait until the disk has what is in memory. What rests in a
-        file passes through the writer's four pieces.
         """
         like = {entry.name: (entry.dtype, entry.shape)
                 for entry in listed}
         header = {_random_key(replica): states for replica, states in enumerate(streams)}
         count = self.manifest["places"] * self.manifest["world_size"]
-        path = self.partial / file_name(self.entries.file_number, count)
-        in_memory = [math.prod(entry.shape) * entry.dtype.itemsize for entry in listed
-                     if entry.flat is None or not entry.flat.in_file]
-        return self.at_end.enter_context(Writer(path, like, header, sum(in_memory) * async_write))
+        name = file_name(self.entries.file_number, count)
+        self.writer = self.undo.enter_context(Writer(self.partial / name, like, header))
+
+    def _write_now(self, listed: list[Entry], async_write: bool) -> list[torch.Tensor]:
+        """
+        #### Write tensors, and return copies of those that a thread is to write
+        """
+        now = len(listed)
+        if async_write:
+            # Write up to the last tensor from a file now: only the others are copied.
+            now = 1 + max((i for i, e in enumerate(listed) if not e.in_memory), default=-1)
+        for values in self.entries.tensors(listed[:now]):
+            assert self.writer, "a rank without a file has no tensors to write"
+            self.writer.write(values)
+        return [values.detach().to("cpu", copy=True)
+                for values in self.entries.tensors(listed[now:])]
+
+    def _write_rest(self, copies: list[torch.Tensor]) -> FileEntry | None:
+        """
+        #### Write the copies, and force the file to disk (in a thread)
+        """
+        if self.writer is None:
+            return None
+        with self.writer as writer:
+            while copies:
+                writer.write(copies.pop(0))
+            return writer.finish()
 
     def _end_if_done(self, *_) -> None:
         """
@@ -274,8 +292,7 @@ class Saving:
         A hook that runs before every optimizer step (all-gather of a flag).
         """
         # The hook cannot remove itself, because torch is iterating over the hooks.
-        if not self.complete.done() and all(self.entries.comm.gather(
-                self.written is None or self.written.done())):
+        if not self.complete.done() and all(self.entries.comm.gather(self.written.done())):
             self.wait()
 
     def wait(self) -> Path:
@@ -286,7 +303,7 @@ class Saving:
         """
         if not self.complete.done():
             with self._on_all_ranks():
-                file = self.written.result() if self.written else None
+                file = self.written.result()
             # The manifest lists the length and the checksums of each file (all-gather).
             every = sorted(self.entries.comm.gather((self.entries.file_number, file)),
                            key=operator.itemgetter(0))
@@ -294,7 +311,6 @@ class Saving:
             with self._on_all_ranks():
                 self._commit()
             self.complete.set_result(self.partial.with_suffix(""))
-            self.at_end.close()
             # Let go of the model: `_LAST_SAVES` and the hook keep this object.
             del self.entries
         return self.complete.result()
@@ -325,7 +341,7 @@ class Saving:
         except RuntimeError as error:
             # `wait` raises it again.
             self.complete.set_exception(error)
-            self.at_end.close()
+            self.undo.close()
             del self.entries
             raise
 

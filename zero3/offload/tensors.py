@@ -90,7 +90,7 @@ def write_tensors(path: Path,
             for values in read(name):
                 writer.write(values.to(like[name][0]))
                 del values
-        return writer.finish().result()
+        return writer.finish()
 
 
 def save_tensors(path: Path,
@@ -123,20 +123,17 @@ class Writer:
     ## Write a safetensors file, tensor by tensor
 
     Use it in a `with` block: an exception in the block removes the file. The file is complete and
-    on the disk once the future that `finish` returns is done.
+    on the disk once `finish` has returned.
     """
 
     def __init__(self, path: Path,
                  like: Like,
-                 metadata: dict[str, str] | None = None,
-                 ahead_bytes: int = 0):
+                 metadata: dict[str, str] | None = None):
         """
         ### Create the file and reserve its space
 
         * `like` is in the order of the later writes. Tensors with larger elements come first: then
           each begins at a multiple of its element size, and other programs can map it into memory
-        * `ahead_bytes` is how many bytes, beyond the four pieces, may wait in memory for the disk
-          before `write` waits
 
         The rest is as for `write_tensors`. Raises `OSError` if the disk has no space, and `Broken`
         if safetensors has no name for a data type.
@@ -145,8 +142,7 @@ class Writer:
         self.path = path
         self.nbytes = len(header) + data_bytes
         piece_bytes = min(_PIECE_BYTES, whole_blocks(self.nbytes))
-        pieces = _PIECES + math.ceil(ahead_bytes / piece_bytes)
-        self.buffers = [*aligned(piece_bytes * pieces)[1].split(piece_bytes)]
+        self.buffers = [*aligned(piece_bytes * _PIECES)[1].split(piece_bytes)]
         self.file = File(path.parent, whole_blocks(self.nbytes), True, path.name)
         self.workers = concurrent.futures.ThreadPoolExecutor(_PIECES, "zero3-checkpoint")
         # One for each piece so far, in the order of the file. Its result is the piece's checksums.
@@ -190,11 +186,10 @@ class Writer:
         """
         offset = len(self.writes) * len(self.piece)
         self.writes.append(self.workers.submit(self._move, self.piece, self.filled_bytes, offset))
-        count = len(self.buffers)
-        if len(self.writes) >= count:
+        if len(self.writes) >= _PIECES:
             # Wait until the disk has the previous content of the next buffer.
-            self.writes[-count].result()
-        self.piece = self.buffers[len(self.writes) % count]
+            self.writes[-_PIECES].result()
+        self.piece = self.buffers[len(self.writes) % _PIECES]
         self.filled_bytes = 0
 
     def _move(self, buffer: torch.Tensor,
@@ -208,25 +203,17 @@ class Writer:
         self.file.move(True, buffer[: whole_blocks(nbytes)], offset)
         return checksums(buffer[:nbytes])
 
-    def finish(self) -> concurrent.futures.Future[FileEntry]:
+    def finish(self) -> FileEntry:
         """
-        ### Have a thread wait until the whole file is on the disk
+        ### Wait until the whole file is on the disk
 
-        Its result are the file's length and checksums for the manifest, or `OSError` if a piece
-        could not be written.
+        Returns the file's length and checksums for the manifest. Raises `OSError` if a piece could
+        not be written.
         """
         written = len(self.writes) * len(self.piece)
         assert written + self.filled_bytes == self.nbytes, "other tensors than announced"
         if self.filled_bytes:
             self._flush()
-        return self.workers.submit(self._force_out)
-
-    def _force_out(self) -> FileEntry:
-        """
-        #### Wait for the pieces, and force the file to the disk
-
-        Runs in a thread. All pieces are written or being written when it begins.
-        """
         crc32 = "".join(write.result() for write in self.writes)
         os.ftruncate(self.file.fd, self.nbytes)
         os.fsync(self.file.fd)
