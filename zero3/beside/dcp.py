@@ -190,10 +190,10 @@ class _Boxes(dcp.DefaultSavePlanner):
         # The writer keeps a reference to all that it has written, so free the memory.
         in_flight.free(self.written)
         dtype = self.state_dict[write_item.index.fqn].dtype
+        self.written = torch.empty(where.stop - where.start, dtype=dtype)
         # A box may begin in one piece of the optimizer's and end in another.
-        self.written = torch.cat([
-            values[inside(cut, where)].cpu()
-            for cut, values in self.entries.values(flat, key, dtype, self.here)])
+        for cut, values in self.entries.values(flat, key, dtype, self.here):
+            self.written[inside(where, cut)] = values[inside(cut, where)]
         return self.written.view(sizes)
 
 

@@ -437,10 +437,10 @@ class DcpFolder:
             entry = self.entries[dcp_key]
             # An object that is no tensor has none.
             size = getattr(entry, "size", None)
+            keys = self.tensors.setdefault(name, {})
             if key == "step" or size is None or size != sizes.get(name, size):
                 scalars[name, key] = dcp_key
             else:
-                keys = self.tensors.setdefault(name, {})
                 keys[key] = (entry.properties.dtype, tuple(size))
         self.scalars = self.read_all(scalars, "a state of the optimizer")
 
@@ -495,7 +495,10 @@ def _dcp_keys(metadata: dcp.Metadata) -> tuple[DcpKeys, DcpKeys]:
             # Either `state`, name and moment are parts of the path, or they are one part.
             rest = ".".join(path[path.index("optim") + 1 :])
             name, _, key = rest.removeprefix("state.").rpartition(".")
-            is_state = is_tensor or path[-3:-2] == ["state"]
+            is_path = path[-3:-2] == ["state"]
+            if is_path:
+                name, key = path[-2:]
+            is_state = is_tensor or is_path
             # Options that were flattened are those of a parameter.
             if is_state and not rest.startswith("param_groups."):
                 keys[name, key] = dcp_key
