@@ -308,8 +308,8 @@ MUTATIONS = [
     Mutation(
         "tied", "pipeline/pipeline.py", "_Batch.receive_tied_gradient",
         title="The gradient of the borrowed weights is not added",
-        old="                tied.reducer.deliver(grad, flat.sink or flat, names)\n",
-        new="                tied.reducer.deliver(0 * grad, flat.sink or flat, names)\n",
+        old="                tied.comm.rows(full)[tied.comm.rank] += grad\n",
+        new="                tied.comm.rows(full)[tied.comm.rank] += 0\n",
         breaks="I1", program="stages",
         healthy="step of the tied weight: 1.00 times that of plain PyTorch",
         symptom="step of the tied weight: 0.",

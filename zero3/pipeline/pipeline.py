@@ -638,15 +638,22 @@ class _Batch:
     @torch.no_grad()
     def receive_tied_gradient(self, action: Action) -> None:
         """
-        ### Add the gradient of the last stage, as if a reduce of this rank had brought it
+        ### Add the gradient of the last stage to this rank's part of the full gradient
 
-        The ranks of that stage have reduced it already, over all replicas too.
+        With replicas it is a sum over all of them already, so only the first one adds it.
         """
         (tied,) = self.pipeline.tied
         for flat, theirs in zip(tied.flats, self._receive(action), strict=True):
-            if theirs is not None:
-                names, grad = theirs
-                tied.reducer.deliver(grad, flat.sink or flat, names)
+            if theirs is None:
+                continue
+            names, grad = theirs
+            if flat.grad is None:
+                flat.begin_grad(torch.empty_like(
+                    flat.full, dtype=flat.shard.grad_dtype))
+            full = flat.zero_missing()
+            flat.ready.update(names)
+            if tied.comm.in_first_replica:
+                tied.comm.rows(full)[tied.comm.rank] += grad
 
 
 class _Arrival(torch.autograd.Function):
