@@ -49,11 +49,6 @@ from zero3.train.gpt import GPTConfig, gpt_layers
 NAMES = ("tensor", "shard")
 
 
-class Doubled(nn.Conv1d):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
 def labml_model(dropout=0.0, gated=False):
     """labml's layer with a gate, and the main job's, whose heads share a convolution."""
     layer = TransformerLayer(
@@ -63,9 +58,6 @@ def labml_model(dropout=0.0, gated=False):
     first, block, last = gpt_layers(GPTConfig(TOKENS, LENGTH, WIDTH, 2, 1, 12, dropout))
     if gated:
         block.layer.feed_forward = copy.deepcopy(layer.feed_forward)
-        for module in block.modules():
-            if isinstance(module, nn.Conv1d):
-                module.__class__ = Doubled
     return Model([first, Masked(layer), block, last])
 
 
@@ -212,12 +204,11 @@ def test_two_ranks_train_the_weights_of_the_plain_model(which, more):
     Weights and losses after three steps, and one more after `restore`, in fp64. A vocabulary of 13
     tokens on two ranks, tied embeddings, weights of three blocks and of two, convolutions that
     heads share, cross-attention, dropout with the masks of the plain model, biases; alone and with
-    other policies; a convolution with a forward of its own. Each rank keeps little more than half
-    of the weights.
+    other policies. Each rank keeps little more than half of the weights.
     Proves I1, `tensor_parallel`, `Line`, `Line.prepare`, `Line.all_reduce`, `Line.all_gather`,
     `Line.twin`, `Pattern`, `Pattern.parts`, `Split`, `Split.forward`,
     `Weights`, `Weights.split`, `Weights.end`, `Weights._whole`, `Column`, `Row`,
-    `VocabularyEmbedding`, `VocabularyHead`, `SummedWeights`, `PartialDropout`, `Border`,
+    `VocabularyEmbedding`, `VocabularyHead`, `SharedConvolution`, `PartialDropout`, `Border`,
     `Border.enter`, `Border.leave`, `Border.states`, `Border.weight`, `Border.sizes`, `Swap`,
     `identity`, `Line.gather_parts`, `Line.padded`, `Line.sizes`, `_over_ranks`, `_attribute`.
     """
@@ -260,13 +251,13 @@ def test_ranks_with_some_of_the_positions_train_the_weights_of_the_plain_model(w
     and activations that are computed again in backward.
     Breaks if the gradients of norms or of these biases are not summed, or if a rank draws a mask
     for its own positions alone.
-    Proves I1, `tensor_parallel`, `Stream`, `Stream.begin`, `Stream.along`, `Stream.inside`,
-    `SequenceBorder`, `SequenceBorder.states`, `SequenceBorder.enter`,
+    Proves I1, `tensor_parallel`, `Stream`, `Stream.begin`, `Stream.along`, `Stream.prepare`,
+    `Stream.inside`, `SequenceBorder`, `SequenceBorder.states`, `SequenceBorder.enter`,
     `SequenceBorder.leave`, `SequenceBorder.weight`, `SequenceBorder.sizes`, `SequenceBorder.own`,
     `SequenceBorder.gathered`, `SequenceBorder.summed`, `SequenceBorder.begin`,
     `SequenceBorder.end`, `InStream`, `StreamBegin`, `StreamEnd`, `SummedWeights`,
-    `PartialDropout`, `PartialDropout.forward`, `Border.exchange`, `own_class`, `become`,
-    `Line.reduce_scatter`.
+    `PartialDropout`, `PartialDropout.forward`, `exchanged`, `own_class`, `become`,
+    `Line.reduce_scatter`, `Line.border_of`.
     """
     for worst in run(sequence_alone, 2, which, more, length):
         assert worst < 1, worst

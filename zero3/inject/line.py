@@ -76,6 +76,7 @@ class Line:
         self.twins = WeakTensorKeyDictionary()
         self.patterns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of split modules
         self.border = Border(self)
+        self.borders: WeakKeyDictionary[nn.Module, Border] = WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict) -> "Line":
         # A copy of a model is split over the same ranks.
@@ -168,6 +169,12 @@ class Line:
         """
         connect(model)
 
+    def border_of(self, module: nn.Module) -> "Border":
+        """
+        ### What is exchanged where the split layers of a module begin and end
+        """
+        return self.borders.get(module, self.border)
+
     def prepare(self, model: nn.Module, classes: dict[nn.Module, Any]) -> None:
         """
         ### Give all ranks the first one's values, if their models are alike
@@ -175,8 +182,7 @@ class Line:
         * `classes` are those that split modules will have
 
         All ranks must call it (all-gather of names, broadcast of values). Raises `ValueError` if a
-        weight is also used by a module that is not split, if a stream cannot be split, and on all
-        ranks if the models differ.
+        weight is also used by a module that is not split, and on all ranks if the models differ.
         """
         patterns = {module: options.pattern for module, options in classes.items()}
         _check_ties(model, patterns)
@@ -188,10 +194,7 @@ class Line:
                "a model with a known stream", f"none in this {type(model).__name__}",
                "leave `sequence` out, or pass a pattern with a `stream`")
         for module, stream in streams.items():
-            problem = next(stream.problems(module, patterns), "")
-            expect(not problem, "tensor_parallel: `sequence=True`", "modules that treat each "
-                   f"position by itself in `{type(module).__name__}`", problem,
-                   "leave `sequence` out")
+            stream.prepare(module, self)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         told = {f"`{name}`": (tuple(t.shape), t.dtype)
                 for name, t in tensors}
@@ -299,20 +302,6 @@ class Border:
         """
         return [value for value in (*args, *kwargs.values())
                 if isinstance(value, torch.Tensor) and value.requires_grad]
-
-    def exchange(self, args: tuple,
-                 kwargs: Mapping[str, Any],
-                 operation: Operation) -> tuple[tuple, dict[str, Any]]:
-        """
-        ### The arguments of a call, with an operation on the states among them
-
-        One tensor may be query, key and value; it is exchanged once.
-        """
-        states = dict.fromkeys(self.states(args, kwargs))
-        found = {id(t): operation(t) for t in states}
-        return (
-            tuple(found.get(id(arg), arg) for arg in args),
-            {name: found.get(id(arg), arg) for name, arg in kwargs.items()})
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         r"""

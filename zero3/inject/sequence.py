@@ -58,7 +58,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zero3.guards.options import expect
-from zero3.inject.line import Border, Line, Operation, Swap
+from zero3.inject.line import Border, Line, Swap
 from zero3.inject.replace import Replacement, become, full_name, own_class
 
 # How the classes of known streams name the states that they are called with.
@@ -128,21 +128,31 @@ class Stream:
             if "forward" in vars(each):
                 yield f"its {kind.__name__} has a `forward` of its own"
 
+    def prepare(self, module: nn.Module, line: Line) -> None:
+        """
+        ### Note which modules compute with some of the positions only
+
+        Raises `ValueError` if the stream cannot be split.
+        """
+        problem = next(self.problems(module, line.patterns), "")
+        expect(not problem, "tensor_parallel: `sequence=True`", "modules that treat each position "
+               f"by itself in `{type(module).__name__}`", problem, "leave `sequence` out")
+        border = SequenceBorder(line, self.dim)
+        line.borders.update(dict.fromkeys(self.inside(module, line.patterns), border))
+
     def begin(self, module: nn.Module, line: Line) -> None:
         """
-        ### Give the modules of the stream their new classes, and the split ones their border
+        ### Give the modules of the stream their new classes
         """
-        border = SequenceBorder(line, self.dim)
+        along = self.along(module)
+        border = line.border_of(along[0])
         for each in dict.fromkeys(self.inside(module, line.patterns)):
             names = tuple(name for name, p in each._parameters.items()
                           if p is not None)
-            if each in line.patterns:
-                vars(each)["border"] = border
-            elif isinstance(each, nn.Dropout):
+            if isinstance(each, nn.Dropout):
                 become(each, PartialDropout, border=border, dim=self.dim)
-            elif names:
-                become(each, SummedWeights, names=names, summed=border.weight)
-        along = self.along(module)
+            elif names and each not in line.patterns:
+                become(each, SummedWeights, border=border, names=names)
         become(along[0], StreamBegin, border=border)
         become(along[-1], StreamEnd, border=border)
 
@@ -253,7 +263,11 @@ class StreamBegin(InStream):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self.border.exchange(args, kwargs, self.border.begin)
+        whole, *_ = self.border.states(args, kwargs)
+        args, kwargs = exchanged(
+            args,
+            kwargs,
+            {id(whole): self.border.begin(whole)})
         return super().forward(*args, **kwargs)
 
 
@@ -266,15 +280,12 @@ class StreamEnd(InStream):
         return self.border.end(super().forward(*args, **kwargs))
 
 
-class SummedWeights(Replacement):
+class SummedWeights(InStream):
     """
-    ## A norm of some of the positions, or a convolution of some of the heads
-
-    All ranks have its weights, and each rank has a part of their gradients, which are summed.
+    ## A norm of some of the positions, with gradients that are summed over the ranks
     """
 
     names: tuple[str, ...]  # of its weights
-    summed: Operation  # identity, with a sum over the ranks in backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A sharded module has its weights among its attributes, which are found first.
@@ -282,7 +293,7 @@ class SummedWeights(Replacement):
         before = {name: attributes[name] for name in self.names if name in attributes}
         try:
             attributes.update({
-                name: self.summed(getattr(self, name))
+                name: self.border.weight(getattr(self, name))
                 for name in self.names})
             return super().forward(*args, **kwargs)
         finally:
@@ -318,3 +329,15 @@ class PartialDropout(Replacement):
             [order.index(each) for each in range(x.dim())])
         mine = mask.split(sizes, self.dim)[self.border.line.place]
         return x * mine
+
+
+def exchanged(args: tuple, kwargs: Mapping[str, Any], found: Mapping[int, Any]
+              ) -> tuple[tuple, dict[str, Any]]:
+    """
+    ## Arguments of a call, with other tensors for some of them
+
+    * `found` has the new ones, by the `id` of the old ones. One tensor may be several arguments
+    """
+    return (
+        tuple(found.get(id(arg), arg) for arg in args),
+        {name: found.get(id(arg), arg) for name, arg in kwargs.items()})

@@ -57,7 +57,7 @@ each rank, unless `sequence=True` splits them by positions (see `sequence.py`). 
 have the same batch and the same random numbers; they compare both in the first forward pass only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,7 +70,7 @@ from zero3.comm.parts import WeightPart
 from zero3.guards.options import expect
 from zero3.inject.line import Border, Line, Swap
 from zero3.inject.replace import Replacement, become, full_name
-from zero3.inject.sequence import PartialDropout, Stream, SummedWeights
+from zero3.inject.sequence import PartialDropout, Stream, exchanged
 
 # Of each split parameter of a layer: the dimension that is split, and the number of blocks.
 Dims = dict[str, tuple[int, int]]
@@ -88,7 +88,7 @@ class Pattern:
     rows: tuple[str, ...] = ()
     embeddings: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()  # convolutions of a head's features, which all heads use
+    shared: tuple[str, ...] = ()  # convolutions that the heads of all ranks use
     dropouts: tuple[tuple[str, int], ...] = ()  # with the dimension that is split
     # The number of features in each block, if several weights were put together in `columns`.
     block: str = ""
@@ -108,14 +108,17 @@ class Pattern:
                 (self.columns, Column, 0),
                 (self.rows, Row, 1),
                 (self.embeddings, VocabularyEmbedding, 0),
-                (self.heads, VocabularyHead, 0)):
+                (self.heads, VocabularyHead, 0),
+                (self.shared, SharedConvolution, None)):
             children = [_attribute(module, name) for name in names]
             for child in filter(None, children):
+                dims = {}
                 blocks = 1
-                at = 1 - dim if _conv1d(child) else dim
-                if by is Column and self.block:
-                    blocks = child.weight.shape[at] // _attribute(module, self.block)
-                dims = {"weight": (at, blocks)}
+                if dim is not None:
+                    at = 1 - dim if _conv1d(child) else dim
+                    if by is Column and self.block:
+                        blocks = child.weight.shape[at] // _attribute(module, self.block)
+                    dims["weight"] = (at, blocks)
                 if dim == 0 and getattr(child, "bias", None) is not None:
                     dims["bias"] = (0, blocks)
                 yield child, by, dims
@@ -147,22 +150,18 @@ class Split(Replacement):
     def begin(self) -> None:
         if self.pattern.stream:
             self.pattern.stream.begin(self, self.line)
-        # The stream that it is in has set another one.
-        self.border = vars(self).get("border", self.line.border)
-        for child, by, dims in self.pattern.parts(self):
-            expect(not isinstance(child, Replacement), "tensor_parallel", "plain layers",
-                   f"a {type(child).__name__}", "leave the other policy out", RuntimeError)
-            become(child, by, border=self.border)
-            child.split(self.line, dims)
+        self.border = self.line.border_of(self)
+        parts = [*self.pattern.parts(self)]
         # Of the numbers that are divided.
         self.whole_values = {name: value for name in self.pattern.divided
                              if (value := _attribute(self, name)) is not None}
         for name, value in self.whole_values.items():
             _set_attribute(self, name, value // self.line.size)
-        for child in filter(None, [_attribute(self, name) for name in self.pattern.shared]):
-            names = tuple(name for name in ("weight", "bias")
-                          if getattr(child, name, None) is not None)
-            become(child, SummedWeights, names=names, summed=self.line.border.enter)
+        for child, by, dims in parts:
+            expect(not isinstance(child, Replacement), "tensor_parallel", "plain layers",
+                   f"a {type(child).__name__}", "leave the other policy out", RuntimeError)
+            become(child, by, border=self.border)
+            child.split(self.line, dims)
         for name, dim in self.pattern.dropouts:
             become(self.get_submodule(name), PartialDropout, border=self.line.border, dim=dim)
 
@@ -177,7 +176,10 @@ class Split(Replacement):
         """
         self.line.compare_once((*args, *kwargs.values()))
         if self.pattern.columns:
-            args, kwargs = self.border.exchange(args, kwargs, self.border.enter)
+            # One tensor may be query, key and value.
+            states = dict.fromkeys(self.border.states(args, kwargs))
+            entered = {id(t): self.border.enter(t) for t in states}
+            args, kwargs = exchanged(args, kwargs, entered)
         return super().forward(*args, **kwargs)
 
 
@@ -303,6 +305,22 @@ class VocabularyHead(Weights):
             own,
             lambda x: self.line.gather_parts(x, -1, part.size),
             lambda grad: grad[..., part.begin : part.end])
+
+
+class SharedConvolution(Weights):
+    """
+    ## A convolution over the features of a head, which all heads use
+
+    Each rank applies it to its own heads, so the gradient of the weight is a sum over ranks.
+    """
+
+    stands_for = nn.Conv1d
+    _conv_forward: Callable[..., torch.Tensor]  # torch's
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = (None if p is None else self.line.border.enter(p)
+                        for p in (self.weight, self.bias))
+        return self._conv_forward(x, weight, bias)
 
 
 def _taken(part: WeightPart, dim: int, whole: torch.Tensor) -> torch.Tensor:
