@@ -142,7 +142,8 @@ class _Boxes(dcp.DefaultSavePlanner):
             box
             for item in plan.items
             for box in self._boxes(item)])
-        self.plan.items.sort(key=lambda item: self.places.get(item.index, (-1,))[0])
+        self.plan.items.sort(
+            key=lambda item: self.places.get(item.index, (-1,))[0])
         return self.plan
 
     def _boxes(self, item: WriteItem) -> list[WriteItem]:

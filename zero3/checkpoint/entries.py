@@ -225,7 +225,9 @@ class Entries(Named):
         tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
         names = own + [name for name, p in tied.items()
                        if p is slot.param and name not in own]
-        return sorted(names, key=lambda name: self.order.get(name.rpartition(".")[0], 0))
+        return sorted(
+            names,
+            key=lambda name: self.order.get(name.rpartition(".")[0], 0))
 
     def _find_replicated(self, paths: dict[nn.Module, list[str]]) -> dict[str, torch.Tensor]:
         """
