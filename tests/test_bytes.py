@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.cases import freeze
@@ -206,6 +207,37 @@ def test_the_ledger_sees_every_tensor_that_is_alive():
     for seen in run(witness, 2):
         for event, unseen_bytes in seen:
             assert 0 <= unseen_bytes < 12 * 64 * 4, (event, unseen_bytes)
+
+
+class Peak(TorchDispatchMode):
+    """The bytes of all storages that Python can reach, at the highest moment after an operation."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.nbytes = max(self.nbytes, live_tensor_bytes())
+        return out
+
+
+def sharded():
+    module = nn.Linear(64, 64)
+    others_bytes = live_tensor_bytes() - 4160 * 4
+    with Peak() as peak:
+        Zero3Layer(module)
+    return peak.nbytes - others_bytes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_layer_that_is_being_sharded_takes_its_memory_twice_and_its_shard(world_size):
+    """
+    The module's own 4160 parameters, their merged copy, and the shard; besides, what ranks tell
+    each other. Breaks where the shard is allocated before it arrives.
+    Proves `Zero3Layer._shard`, `Communicator.scatter`.
+    """
+    expected_bytes = (2 + 1 / world_size) * 4160 * 4
+    for nbytes in run(sharded, world_size):
+        assert expected_bytes <= nbytes < expected_bytes + 1024
 
 
 def events_of_two_steps():
