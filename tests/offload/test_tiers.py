@@ -430,7 +430,7 @@ def test_files_take_their_space_at_once_and_belong_to_their_owner_alone(tmp_path
 def test_buffers_grow_while_a_model_is_built_and_not_while_it_trains(tmp_path):
     """
     A growth is an event on the tape. Breaks where a shard gets a buffer of its own.
-    Proves `Buffers`, `Buffers.__init__`, `tell_layer`, `Buffers.borrow`, `Buffers._grow`,
+    Proves `Buffers`, `Buffers.__init__`, `InFile.record`, `Buffers.borrow`, `Buffers._grow`,
     `Offload.buffers_for`.
     """
     offload = Offload("nvme", tmp_path)

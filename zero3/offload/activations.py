@@ -70,7 +70,6 @@ from zero3.guards.moments import Guarded
 from zero3.guards.options import expect, whole
 from zero3.offload.copies import SavedStorage, Shelf, Shelves
 from zero3.offload.disk import whole_blocks
-from zero3.offload.in_file import tell_layer
 from zero3.offload.tiers import Offload
 from zero3.watch import in_backward, tensors_in
 
@@ -298,8 +297,7 @@ class Visit:
         shelf = self._shelf(layer, end)
         for stored, begin in zip(going, begins, strict=True):
             stored.leave(layer, shelf, begin)
-        nbytes = sum(stored.nbytes for stored in going)
-        tell_layer(self.layer, "activations out", nbytes, self.activations.to.tier)
+        self._record("activations out", sum(stored.nbytes for stored in going))
 
     def _shelf(self, layer: Guarded, nbytes: int) -> Shelf | None:
         """
@@ -337,7 +335,15 @@ class Visit:
         """
         nbytes = sum(stored.come() for stored in self.members.values())
         if nbytes:
-            tell_layer(self.layer, "activations in", nbytes, self.activations.to.tier)
+            self._record("activations in", nbytes)
+
+    def _record(self, event: str, nbytes: int) -> None:
+        """
+        #### Tell the layer's listener
+        """
+        layer = self.layer()
+        if layer is not None:
+            layer.listener.record(layer, event, nbytes, tier=self.activations.to.tier)
 
 
 class Order:

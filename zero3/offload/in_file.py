@@ -176,7 +176,7 @@ class Buffers:
             memory, buffer = aligned(self.buffer_bytes, self.take_memory)
             self.memory.append(memory)
             self.free.append((buffer, self.event()))
-        tell_layer(borrower.owner, "buffers", sum(memory.nbytes for memory in self.memory), "nvme")
+        borrower.record("buffers", sum(memory.nbytes for memory in self.memory))
 
 
 class InFile(Storage):
@@ -313,6 +313,14 @@ class InFile(Storage):
         self.blank("shard")["shard"].copy_(values)
         self.save()
 
+    def record(self, event: str, nbytes: int) -> None:
+        """
+        ### Tell the layer's listener
+        """
+        owner = self.owner()
+        if owner is not None:
+            owner.listener.record(owner, event, nbytes, tier=self.tier)
+
     def _borrow(self) -> None:
         """
         #### Have a buffer, as the one that used it last
@@ -349,7 +357,7 @@ class InFile(Storage):
         self.moving[event] += self.buffers.start(self.file, event == "write",
                                                  self.buffer[begin:end], begin)
         self.present.update(names)
-        tell_layer(self.owner, event, end - begin, self.tier)
+        self.record(event, end - begin)
 
     def _end(self, event: str) -> None:
         """
@@ -364,16 +372,4 @@ class InFile(Storage):
         self.moving[event] = []
         if not any(self.moving.values()):
             in_flight.end(self)
-        tell_layer(self.owner, {"read": "arrived", "write": "written"}[event], 0, self.tier)
-
-
-def tell_layer(owner: weakref.ref[Guarded],
-               event: str,
-               nbytes: int,
-               tier: str) -> None:
-    """
-    ## Tell the listener of a layer, if the layer still exists
-    """
-    layer = owner()
-    if layer is not None:
-        layer.listener.record(layer, event, nbytes, tier=tier)
+        self.record({"read": "arrived", "write": "written"}[event], 0)
