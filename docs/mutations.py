@@ -213,7 +213,6 @@ MUTATIONS = [
         "master-stays", "optimizer/states.py", "ShardStates.in_memory",
         title="The master is not copied into its shard",
         old="""\
-            # Round it to the shard's data type. This is what the layer gathers next.
             self.flat.storage.replace(whole_of(masters))
 """,
         new="",

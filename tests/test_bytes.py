@@ -80,7 +80,7 @@ def measure(name, moments):
 def test_the_formulas_give_the_bytes_at_rest_at_the_peak_and_on_the_wire(name, world_size):
     """
     Breaks with any buffer kept an event longer, any gather too many, any copy of a layer.
-    Proves I2, I3, I4, `predict`, `Step`, `StepLayer`, `describe`, `_parts`.
+    Proves I2, I3, I4, `predict`, `Step`, `StepLayer`, `describe`, `formulas._parts`.
     """
     for moments, step_bytes in ((2, 4), (0, 0)):
         p = predict(describe(models()[name]), world_size, moments=moments, step_bytes=step_bytes)

@@ -190,7 +190,7 @@ def test_no_conversion_has_the_model_in_memory(tmp_path):
     Of 160 MiB in parameters of 32 MiB: an export takes what is under way in files and a part of a
     parameter; the others take a parameter as well, twice where torch copies it. Breaks where
     tensors are collected before they are written.
-    Proves `convert._parts`, `from_dcp`, `_DcpPlanner`, `Writer._flush`.
+    Proves `convert._parts`, `from_dcp`, `DcpFolder.read`, `_DcpPlanner`, `Writer._flush`.
     """
     names = [f"{i}.weight" for i in range(5)]
     big = torch.ones(2048, 4096)

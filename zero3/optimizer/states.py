@@ -544,7 +544,7 @@ class Portion:
 
     def read_grad(self) -> torch.Tensor | None:
         """
-        ### The gradient, wherever it rests; a gradient in a file is copied into memory
+        ### The portion's gradient, wherever it rests; one in a file is copied into memory
         """
         if self.file_norms is None or self.in_file is None:
             return self.grad
@@ -572,7 +572,7 @@ class Portion:
     def in_memory(self, state: State,
                   write: bool, stale: bool) -> Iterator[Here]:
         """
-        ### Master, moments and gradient in memory, inside this context
+        ### The portion's master, moments and gradient, in memory inside this context
 
         * `state` and `write` are as for `ShardStates.in_memory`
         * `stale` says that the caller has written into the shard
