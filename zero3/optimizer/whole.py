@@ -110,7 +110,8 @@ class Owners:
                        if is_whole(param.options) and param.shape.numel()}
         self.coming: list[Trip] = []
         self.going: list[Trip] = []
-        self._check_groups(groups)
+        if groups:
+            self._check_groups(groups)
         owners = assign([cost(whole.shape)
                          for whole in self.wholes], self.comm.world_size)
         for whole, owner in zip(self.wholes, owners, strict=True):
