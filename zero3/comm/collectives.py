@@ -42,7 +42,7 @@ the other. If one stream uses something that another one wrote, it waits for an 
 | backup, before a reduce | compute, as far as it is queued | backward wrote the gradients on it |
 | backup, at the next reduce | this reduce | it adds or copies the sums |
 | compute, at the next reduce | the sums of this one | the optimizer reads them |
-| backup, before it sends sums on | compute, as far as it is queued | compute has waited for them |
+| backup, before it sends or copies sums | compute, as far as it is queued | see `Reducer.deliver` |
 | the host, at the wait for a gather | the copy from CPU memory | it may write to that memory next |
 | the host, at the reduce after the next | the copy to CPU memory | it reads the sums there |
 
