@@ -163,17 +163,19 @@ class _Boxes(dcp.DefaultSavePlanner):
         flat = self.own[param.flat]
         slot = flat.parameter.slots[self.listing.flats[param.flat]["params"].index(param.entry)]
         first = self.entries.comm.rank * len(flat.parameter.shard)
-        # The elements of the flat parameter that are the tensor's and in this shard.
-        begin = max(slot.offset, first)
-        end = min(slot.end, first + len(flat.parameter.shard))
+        shard = slice(first, first + len(flat.parameter.shard))
+        tensor = slice(slot.offset, slot.end)
+        # The elements that are in both: a range of the tensor, which begins here in the shard.
+        part = inside(tensor, shard)
+        at = inside(shard, tensor).start
         items = []
-        for chunk in boxes(tuple(slot.view.shape), begin - slot.offset, end - slot.offset):
+        for chunk in boxes(tuple(slot.view.shape), part.start, part.stop):
             index = MetadataIndex(dcp_key, chunk.offsets)
-            where = slice(begin - first, begin - first + math.prod(chunk.sizes))
+            where = slice(at, at + math.prod(chunk.sizes))
             self.places[index] = (param.flat, key, where, chunk.sizes)
             data = replace(item.tensor_data, chunk=chunk)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-            begin = first + where.stop
+            at = where.stop
         return items
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
