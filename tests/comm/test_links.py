@@ -87,7 +87,7 @@ def test_nodes_train_like_plain_pytorch_on_the_global_batch(shape, native, secon
     backward takes the slice of an earlier forward.
     Proves I1, I5, I7, I8, I9, `LinkedCommunicator.all_gather`, `LinkedCommunicator.reduce_scatter`,
     `LinkedCommunicator.exchange`, `Communicator.scatter`, `communicator`, `groups_of`,
-    `_hop`, `_rows_of`, `LinkedCommunicator._put`, `_slice`, `Transfer.go_on`, `_send_sums`.
+    `_hop`, `_rows_of`, `LinkedCommunicator._put`, `_slice`, `_go_on`, `_send_sums`.
     """
     names = [name for name in CASES if name not in ("DataTypes", "Library")]
     # Half of them with both or neither, and the other half with one of the two.
@@ -477,7 +477,7 @@ def test_no_stream_uses_what_still_travels(tier, tmp_path):
     On an accelerator each step of a gather, and each hop of a gradient, comes after the one before
     it.
     Proves I9, `LinkedCommunicator.all_gather`, `LinkedCommunicator.exchange`,
-    `Transfer.go_on`.
+    `LinkedCommunicator._go_on`.
     """
     for options in ({"secondary": True}, {"weights": Int8(), "gradients": Int4(),
                                           "secondary": True}):
@@ -494,7 +494,8 @@ def test_a_rank_that_diverges_is_an_error_on_every_node(options):
     """
     Ranks 1 and 2 find it themselves, each in the group that it shares with rank 3. Rank 0 shares
     none with it, and hears of it from them.
-    Proves I6, `diverged`, `Transfer._give_up`, `Communicator.announce_fault`.
+    Proves I6, `diverged`, `Transfer._give_up`, `Communicator.announce_fault`,
+    `LinkedCommunicator.announce_fault`.
     """
     said = run(diverging_nodes, 4, options)
     for rank, text in enumerate(said):

@@ -146,7 +146,7 @@ def test_a_stopped_rank_is_noticed_after_the_time_out(name, tmp_path):
     it. After the time-out of `init_process_group`, 2 s here, each other rank raises an error that
     says what it has waited for. Breaks without `wait_as_long`: in a mesh that takes half an hour.
     Proves `wait_as_long`, `Group.together`, `Group.advice`, `Group.timeout`, `Transfer.wait`,
-    `Transfer.go_on`, `Channels`, `Group.within`.
+    `Transfer.wait_for`, `Channels`, `Group.within`.
     """
     said = run(stopped, 4, name, tmp_path)[:-1]
     for rank, text in enumerate(said):

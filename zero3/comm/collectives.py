@@ -123,8 +123,6 @@ class Communicator(Peers):
         self.broken = ""
         # The rank that has announced a fault, if one has (see `guards/diverged.py`).
         self.failed: int | None = None
-        # The transfers of which some steps have not started (see `links.py`).
-        self.unfinished: dict[Transfer, None] = {}
         # The number of the model, on which the ranks agreed when they met to shard.
         self.met = 0
 
@@ -391,7 +389,6 @@ class Communicator(Peers):
             transfer.order_bytes += _ORDER_BYTES * (group.size - 1)
         # The stream that compares the announcements waits for them first.
         transfer.announced = len(transfer.works)
-        transfer.landed = transfer.announced
         return transfer
 
     def fail(self, sender: Sender,
@@ -434,14 +431,6 @@ class Communicator(Peers):
         """
         ### Have the other ranks of some groups raise an error as soon as they wait for this one
         """
-        # Send the later steps all the same, so that the others reach the announcement.
-        unfinished = self.unfinished
-        self.unfinished = {}
-        for transfer in unfinished:
-            in_flight.lose(transfer)
-            for step in transfer.later[:-1]:
-                with suppress(RuntimeError):
-                    step()
         for group in groups:
             with suppress(RuntimeError):
                 in_flight.lose(self.begin([group], [sender], "fault", []))
@@ -567,9 +556,8 @@ class Transfer(Counted):
     options: str  # what else has to be the same on all ranks, in words
     # Returns this rank's part of the sum for a pair; a gather sums nothing.
     add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    # Later steps (see `links.py`), each begun when the one before has arrived. The last one sends
-    # nothing.
-    later: list[Callable[[], None]] = field(default_factory=list)
+    # What to do once the data has arrived, such as to send it on (see `links.py`).
+    then: Callable[[Transfer], None] | None = None
     # Memory that is in flight besides the pairs.
     buffers: list[torch.Tensor] = field(default_factory=list)
     from_cpu: bool = False  # an accelerator copies from memory that the host may write to
@@ -577,7 +565,6 @@ class Transfer(Counted):
     orders: list[tuple[Group, torch.Tensor]] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
     announced: int = 0  # how many of the works, the first ones, are announcements
-    landed: int = 0  # how many the next step need not wait for
 
     def wait(self) -> list[torch.Tensor]:
         """
@@ -680,13 +667,15 @@ class Transfer(Counted):
         if self.comm.broken:
             raise RuntimeError(self.comm.broken)
         try:
-            self._wait_for(self.works[: self.announced])
+            self.wait_for(self.works[: self.announced])
             # Compare before waiting for the data. If the ranks diverged, it may never come.
             problems = (guards.diverged(self, group.ranks, group.rank, order)
                         for group, order in self.orders)
             problem = next(filter(None, problems), "")
             if not problem:
-                self.go_on()
+                self.wait_for(self.works[self.announced :])
+                if self.then:
+                    self.then(self)
         except (RuntimeError, ValueError) as error:
             problem = self.comm.broken or self._problem(error)
         if problem:
@@ -704,20 +693,9 @@ class Transfer(Counted):
         self.comm.announce_fault([group for group in self.comm.groups if group is not alone],
                                  self.sender)
 
-    def go_on(self) -> None:
+    def wait_for(self, works: list[Any]) -> None:
         """
-        ### Wait for everything that has started, and then for each later step
-        """
-        self._wait_for(self.works[self.landed :])
-        self.landed = len(self.works)
-        if self.later:
-            self.later.pop(0)()
-            self.go_on()
-        self.comm.unfinished.pop(self, None)
-
-    def _wait_for(self, works: list[Any]) -> None:
-        """
-        #### Wait for messages no longer than the group says, and have a stream wait for collectives
+        ### Wait for messages no longer than the group says, and have a stream wait for collectives
 
         Without a limit gloo waits as long as it was told when the group was made: half an hour, if
         a mesh made it (see `mesh.py`).

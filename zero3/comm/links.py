@@ -69,7 +69,8 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -188,6 +189,8 @@ class LinkedCommunicator(Communicator):
         self.sharers = (self.group, self.across)
         # The slice of each layer that this node keeps until backward, by its flat parameter.
         self._kept: dict[int, torch.Tensor] = {}
+        # The steps of each gather that have not started. The last one sends nothing.
+        self._later: dict[Transfer, list[Callable[[], None]]] = {}
 
     @cached_property
     def sharing(self) -> Group:
@@ -264,15 +267,41 @@ class LinkedCommunicator(Communicator):
                     transfer.buffers.append(each)
             keeps = self.links.secondary and torch.is_grad_enabled() and not in_backward()
             first, *later = [partial(self._hop, transfer, group, rows) for group in groups[::-1]]
-            transfer.later = [*later, partial(self._arrived, transfer, rows, keeps)]
+            self._later[transfer] = [*later, partial(self._arrived, transfer, rows, keeps)]
             first()
-            self.unfinished[transfer] = None
-            if not self.by_messages:
+            if self.by_messages:
+                transfer.then = self._go_on
+            else:
                 # The stream waits between the steps. On the CPU the wait for the transfer does.
-                transfer.go_on()
+                transfer.wait_for(transfer.works)
+                self._go_on(transfer)
             transfer.done.record()
         sender.listener.record(sender, "fetch", transfer.row[2], transfer)
         return transfer
+
+    def _go_on(self, transfer: Transfer) -> None:
+        """
+        #### Start each later step when the one before has arrived
+        """
+        steps = self._later[transfer]
+        while steps:
+            sent = len(transfer.works)
+            steps.pop(0)()
+            transfer.wait_for(transfer.works[sent:])
+        del self._later[transfer]
+
+    def announce_fault(self, groups: Iterable[Group], sender: Sender) -> None:
+        """
+        ### Send the later steps all the same, so that the other ranks reach the announcement
+        """
+        later = self._later
+        self._later = {}
+        for transfer, steps in later.items():
+            in_flight.lose(transfer)
+            for step in steps[:-1]:
+                with suppress(RuntimeError):
+                    step()
+        super().announce_fault(groups, sender)
 
     def _rows_of(self, full: torch.Tensor, exact: bool) -> torch.Tensor:
         """
@@ -476,7 +505,7 @@ class LinkedCommunicator(Communicator):
         ### The slices that are kept for backward, and what arrives encoded
         """
         yield from self._kept.values()
-        for transfer in self.unfinished:
+        for transfer in self._later:
             yield from transfer.buffers
 
 
