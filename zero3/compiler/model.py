@@ -64,6 +64,7 @@ from torch import fx, nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import counters
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero3.comm.collectives import Communicator
 from zero3.compiler.away import StatesAway, leaving
@@ -124,6 +125,8 @@ class CompiledUnit(Unit):
         self.away = StatesAway(self)
         # What saves activations in the forward pass that is running.
         self.packs: Forward | None = None
+        # The handle of each token that autograd has saved.
+        self.handles = WeakTensorKeyDictionary()
         self.hooked: set[Slot] = set()
 
     def forward(self, *args, **kwargs):
@@ -284,15 +287,15 @@ class CompiledUnit(Unit):
         if self.packs is None:
             saving: Any = self.saving
             self.packs = Forward(saving.activations, self, ())
-        token: Any = torch.empty(0)
-        token.handle = self.packs.pack(tensor)
+        token = torch.empty(0)
+        self.handles[token] = self.packs.pack(tensor)
         return token
 
-    def bring(self, token: Any) -> torch.Tensor:
+    def bring(self, token: torch.Tensor) -> torch.Tensor:
         """
         ### The activation of a token
         """
-        return bring_back(token.handle)
+        return bring_back(self.handles[token])
 
     @torch.compiler.disable
     def fetch_for_others(self) -> bool:
