@@ -86,6 +86,8 @@ def train_until(how, at):
             rows = x[:4]
         if how == "values":
             rows = (x + 1) % TOKENS
+        if how == "order":
+            rows = x.roll(1, 1)
         if how == "type":
             rows = x.int()
         if how == "mode":
@@ -122,11 +124,12 @@ def test_an_error_in_one_stage_is_raised_in_all_with_its_cause(how, at, cause):
     ("shapes", " on rank 0, and \"['torch.int64 of (4, 5)', 'torch.int64 of (4, 5)'] to train"),
     ("mode", "['torch.int64 of (8, 5)', 'torch.int64 of (8, 5)'] to train in evaluation mode"),
     ("number", "'torch.int64 of (8, 5)', 'True'] to train"),
-    ("type", "'torch.int32 of (8, 5)'] to train")])
+    ("type", "'torch.int32 of (8, 5)'] to train"),
+    ("order", "['torch.int64 of (8, 5)', 'torch.int64 of (8, 5)'] to train in training mode, and")])
 def test_a_batch_that_does_not_fit_is_refused_on_all_ranks_and_training_goes_on(how, wrong):
     """
     The ranks compare before anything is sent, so nothing is lost. In the second batch as in the
-    first one: shapes, data types, values and numbers.
+    first one: shapes, data types, values, their order in a row, and numbers.
     Proves I10, `Pipeline.cut`, `Channels.compare`, `_checksum`, `pipeline._told`.
     """
     for first, second, third in run(train_until, 4, how, 2):
