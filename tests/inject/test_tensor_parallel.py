@@ -309,9 +309,31 @@ def test_a_sequence_of_another_length_is_an_error():
     """
     border = SequenceBorder(Line(Group((0,), 0)), 1)
     border.length = 4
-    assert border.gathered(torch.ones(2, 4, 3)).shape == (2, 4, 3)
+    assert border.gathered(4, torch.ones(2, 4, 3)).shape == (2, 4, 3)
     with pytest.raises(RuntimeError, match=r"4 of 4 positions.*3 positions.*another length"):
-        border.gathered(torch.ones(2, 3, 3))
+        border.enter(torch.ones(2, 3, 3))
+
+
+def two_lengths():
+    """Two forward passes, one backward pass, and how far the weights are from those of the plain"""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
+    plain = make("llama")
+    model = inject(copy.deepcopy(plain), [policies.tensor_parallel(mesh, sequence=True)])
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        sum(each(ids_of(3)[:, :length]) for length in (6, 4)).backward()
+        optimizer.step()
+    restore(model)
+    return farthest(weights_of(plain), weights_of(model))
+
+
+def test_passes_of_two_lengths_go_backward_together():
+    """
+    As those of a chosen answer and a rejected one do. Breaks if backward asks how long the last
+    forward pass was.
+    Proves `SequenceBorder.own`, `SequenceBorder.summed`, `SequenceBorder.gathered`.
+    """
+    assert max(run(two_lengths, 2)) < 1e-10
 
 
 # -------------------------------------------------------------------------------------- with shards

@@ -51,6 +51,7 @@ without a stream in `patterns.py` are refused.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -164,7 +165,7 @@ class SequenceBorder(Border):
     """
 
     dim: int  # the dimension of positions
-    length: int = 0  # of the sequences of the current pass
+    length: int = 0  # of the sequences of the last forward pass
 
     def states(self, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """
@@ -180,26 +181,27 @@ class SequenceBorder(Border):
         """
         ### $f$: all-gather in forward, reduce-scatter in backward
         """
-        return Swap.apply(x, self.gathered, self.summed)
+        return Swap.apply(x, partial(self.gathered, self.length), partial(self.summed, self.length))
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """
         ### $g$: reduce-scatter in forward, all-gather in backward
         """
-        return Swap.apply(x, self.summed, self.gathered)
+        return Swap.apply(x, partial(self.summed, self.length), partial(self.gathered, self.length))
 
     def begin(self, whole: torch.Tensor) -> torch.Tensor:
         """
         ### The own positions in forward, all-gather in backward
         """
         self.length = whole.shape[self.dim]
-        return Swap.apply(whole, self.own, self.gathered)
+        return Swap.apply(whole, partial(self.own, self.length),
+                          partial(self.gathered, self.length))
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
         """
         ### All-gather in forward, the own positions in backward
         """
-        return Swap.apply(x, self.gathered, self.own)
+        return Swap.apply(x, partial(self.gathered, self.length), partial(self.own, self.length))
 
     def weight(self, param: torch.Tensor) -> torch.Tensor:
         """
@@ -213,34 +215,36 @@ class SequenceBorder(Border):
         """
         return self.line.sizes(self.length)
 
-    def own(self, whole: torch.Tensor) -> torch.Tensor:
+    def own(self, length: int, whole: torch.Tensor) -> torch.Tensor:
         """
         ### This rank's positions, a copy
+
+        * `length` is that of the pass that this is part of, here and below
         """
-        parts = whole.split(self.line.sizes(self.length), self.dim)
+        parts = whole.split(self.line.sizes(length), self.dim)
         return parts[self.line.place].clone(memory_format=torch.contiguous_format)
 
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+    def gathered(self, length: int, x: torch.Tensor) -> torch.Tensor:
         r"""
         ### All positions of the sequence (all-gather)
 
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it. Raises
         `RuntimeError` if `x` is of a sequence of another length.
         """
-        count = self.line.sizes(self.length)[self.line.place]
-        expect(x.shape[self.dim] == count, "sequence parallelism", f"{count} of {self.length} "
+        count = self.line.sizes(length)[self.line.place]
+        expect(x.shape[self.dim] == count, "sequence parallelism", f"{count} of {length} "
                "positions on this rank", f"{x.shape[self.dim]} positions", "run no pass of another "
                "length between forward and backward", RuntimeError)
-        return self.line.gather_parts(x, self.dim, self.length)
+        return self.line.gather_parts(x, self.dim, length)
 
-    def summed(self, x: torch.Tensor) -> torch.Tensor:
+    def summed(self, length: int, x: torch.Tensor) -> torch.Tensor:
         r"""
         ### The sum over ranks, of this rank's positions (reduce-scatter)
 
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
         """
-        sizes = self.line.sizes(self.length)
-        rows = [self.line.padded(part, self.dim, self.length)
+        sizes = self.line.sizes(length)
+        rows = [self.line.padded(part, self.dim, length)
                 for part in x.split(sizes, self.dim)]
         total = self.line.reduce_scatter(torch.stack(rows))
         return total.narrow(self.dim, 0, sizes[self.line.place]).contiguous()
