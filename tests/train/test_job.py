@@ -355,6 +355,8 @@ def test_what_cannot_work_is_one_line_from_rank_0(tmp_path):
     ("options", "error"),
     [
         (["--text", "nowhere.txt"], "Expected: a file. Got: nowhere.txt."),
+        (["--text", "many words " * 30], "File name too long: 'many words "),
+        (["--resume", "many words " * 30], "File name too long: 'many words "),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["--heads", "3"], "Expected: a multiple of 3 heads. Got: d_model = 16."),
         (["--steps", "1"], "--steps is too small. Expected: at least 2. Got: 1."),

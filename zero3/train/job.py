@@ -192,7 +192,8 @@ def prepare_quietly(argv: list[str] | None, rank: int) -> tuple["Job | None", st
     try:
         with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(errors):
             return prepare(argv), ""
-    except ValueError as error:
+    # A path that is too long, or that this rank may not read, is the system's error.
+    except (ValueError, OSError) as error:
         return None, str(error)
     except SystemExit as error:
         last_line = errors.getvalue().strip().rpartition("\n")[2]
