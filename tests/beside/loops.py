@@ -49,6 +49,7 @@ STOCK = (("from zero3.beside.trainer import Trainer", "from transformers import 
          ("per_device_train_batch_size=2", "per_device_train_batch_size=4"),
          ("trainer.accelerator.end_training()", ""))
 ALONE = STOCK[2]
+SMOOTH = ("weight_decay=0.1", "weight_decay=0.1, label_smoothing_factor=0.1")
 BF16 = ("torch.float32  # or torch.bfloat16", "torch.bfloat16  #")
 # From the meta device, with weights that the program does not change.
 META = (("model = LlamaForCausalLM(config).to(DTYPE)\n",

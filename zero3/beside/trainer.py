@@ -41,12 +41,14 @@ this class overrides are private, so another minor release of transformers may n
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from zero3.beside.accelerate import Accelerator, plain_modules
 from zero3.checkpoint.save_load import load, save
@@ -67,6 +69,7 @@ class Trainer(transformers.Trainer):
     # What transformers sets to one thing first, and to another later.
     model: Any
     optimizer: Any
+    label_smoother: Any
 
     def __init__(self, model: nn.Module, args: transformers.TrainingArguments, *rest,
                  shard: Callable[[nn.Module], Zero3Model], **kwargs):
@@ -98,6 +101,13 @@ class Trainer(transformers.Trainer):
         counts = getattr(model, "num_parameters", None)
         self.numel = counts(exclude_embeddings=True) if counts else 0
         self.decays = {*self.get_decay_parameter_names(model)}
+        # A model with adapters is around the model itself.
+        plain = getattr(model, "get_base_model", lambda: model)()
+        is_causal = plain._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        if self.label_smoother is not None:
+            # It compares with the next token in a causal model. transformers knows one by the name
+            # of its class, which a sharded model does not have.
+            self.label_smoother = partial(self.label_smoother, shift_labels=is_causal)
         self.model = shard(model)
         self.model_wrapped = self.model
         self.callback_handler.model = self.model
