@@ -764,18 +764,24 @@ def test_a_step_sends_what_its_graphs_say():
             assert full["backward"] <= counted[1] <= limit
 
 
-def many_small():
-    """100 layers of 64 x 64: units, collectives of a step, elements that a rank sends."""
-    found = []
-    for unit_bytes in (0, 1 << 20):
-        torch.manual_seed(0)
-        model = compile(nn.Sequential(*(nn.Linear(64, 64) for _ in range(100))),
-                        backend="aot_eager", bucket_bytes=0, unit_bytes=unit_bytes)
+def small(count, unit_bytes):
+    """So many layers of 64 x 64, compiled, and their units"""
+    torch.manual_seed(0)
+    model = compile(nn.Sequential(*(nn.Linear(64, 64) for _ in range(count))),
+                    backend="aot_eager", bucket_bytes=0, unit_bytes=unit_bytes)
+    units = [unit.label for unit in model.units if unit.flats]
+    return model, (len(units), units[-1])
+
+
+def many_small(small_bytes):
+    """Units of 100 layers; and of ten, with collectives of a step and elements that a rank sends"""
+    found = [small(100, unit_bytes)[1] for unit_bytes in (0, 1 << 20)]
+    for unit_bytes in (0, small_bytes):
+        model, units = small(10, unit_bytes)
         with Ledger(model) as tape:
             model(torch.ones(1, 64)).sum().backward()
         sent = [e for e in tape.events if e.event in ("fetch", "reduce")]
-        units = [unit.label for unit in model.units if unit.flats]
-        found.append((len(units), units[-1], len(sent), tape.sent_bytes // 4))
+        found.append((*units, len(sent), tape.sent_bytes // 4))
         torch.compiler.reset()
     return found
 
@@ -786,9 +792,21 @@ def test_small_neighbours_share_a_unit():
     Proves `CompiledModel.__init__`, `CompiledModel.layers_together`, `Zero3Model.layers_together`,
     `_units_together`.
     """
-    for alone, together in run(many_small, 2):
-        assert alone == (100, "layer 100 (99)", 297, 617_760)
-        assert together == (2, "layer 2 (63 to 99)", 4, 416_000)
+    # Of a layer, a rank sends half of its weights and biases.
+    half = (64 * 64 + 64) // 2
+
+    def alone(layers):
+        sent = 3 * layers - 3
+        return sent, sent * half
+
+    def together(layers):
+        return 2 * 2, 2 * layers * half
+
+    for many, many_together, few, few_together in run(many_small, 2, 6 * 4 * 2 * half):
+        assert many == (100, "layer 100 (99)") and many_together == (2, "layer 2 (63 to 99)")
+        assert few == (10, "layer 10 (9)", *alone(10))
+        assert few_together == (2, "layer 2 (6 to 9)", *together(10))
+    assert alone(100) == (297, 617_760) and together(100) == (4, 416_000)
 
 
 class Mixed(nn.Module):
