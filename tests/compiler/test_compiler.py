@@ -91,8 +91,7 @@ def wholes(names, **options):
 
 @pytest.mark.parametrize(("world_size", "names"), [
     (1, ("TiedBetweenUnits", "Adapters", "GPT2")),
-    (2, ("Tied", "ExternalSiblings", "RecomputedReentrant", "RecomputedInOne", "SharedModules",
-         "Mixture")),
+    (2, ("ExternalSiblings", "RecomputedInOne", "SharedModules", "Mixture")),
     (3, ("Tied", "Recomputed"))])
 def test_whole_models_are_those_of_hooks_to_the_bit(world_size, names):
     """
@@ -148,25 +147,33 @@ def models(names, **options):
     return found
 
 
+# Where a graph that ends early, or code outside of graphs, meets a unit of several layers; and what
+# the test below has on one rank alone.
+SHARING = ("breaks", "eager", "untraceable", "buffers", "checkpoints", "containers")
 SHARED = ("Tied", "ExternalSiblings", "RecomputedReentrant", "Mixture")
 
 
 def in_shared_units():
     options = {"unit_bytes": 1 << 20, "make": unfused}
-    return models(tuple(MODELS), **options) | wholes(SHARED, **options)
+    return models(SHARING, **options) | wholes(SHARED, **options)
 
 
 def test_layers_that_share_a_unit_are_those_of_hooks_to_the_bit():
     """
-    All models of the test below, and whole ones. Breaks if a graph that ends early frees a unit
+    Models of the test below, and whole ones. Breaks if a graph that ends early frees a unit
     which another layer of it still needs, or if a gradient of one of its layers is lost.
     Proves I1, `CompiledUnit.fetch_for_others`, `CompiledUnit._forward_with_hooks`.
     """
     for found in run(in_shared_units, 2):
-        assert found == dict.fromkeys((*MODELS, *SHARED), "")
+        assert found == dict.fromkeys((*SHARING, *SHARED), "")
 
 
-@pytest.mark.parametrize(("world_size", "names"), [(2, tuple(MODELS)), (3, ("chain", "breaks"))])
+@pytest.mark.parametrize(("world_size", "names"), [
+    # What Dynamo makes of containers and buffers, and which layers it leaves to hooks, is the same
+    # on each rank.
+    (1, ("between", "recurrent", "buffers", "containers")),
+    (2, ("breaks", "eager", "root", "untraceable", "checkpoints")),
+    (3, ("chain", "breaks"))])
 def test_models_that_break_graphs_are_those_of_hooks_to_the_bit(world_size, names):
     """
     Graphs that end inside of a layer, between layers, and in a loop; layers that Dynamo cannot
