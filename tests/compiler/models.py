@@ -162,7 +162,7 @@ class Containers(nn.Module):
 
 class Contained(Stack):
     def __init__(self):
-        super().__init__(Containers)
+        super().__init__(Containers, 2)
 
     def forward(self, x):
         pair = Pair(x)

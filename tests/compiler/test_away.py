@@ -130,9 +130,9 @@ def test_the_pass_changes_no_region_and_no_argument(limit, bucket):
 ALL = 1 << 40
 
 
-def make(dtype, backend, nbytes, **options):
-    """A model of four layers with 72 elements; a number of bytes is told to a CPU, too"""
-    model = compile(chain(4, 8, True, dtype), backend=backend, limit_numel=160)
+def make(dtype, backend, nbytes, layers=4, **options):
+    """A model of layers with 72 elements; a number of bytes is told to a CPU, too"""
+    model = compile(chain(layers, 8, True, dtype), backend=backend, limit_numel=160)
     optimizer = Zero3Optimizer(model, lr=0.1, **options)
     model.offload_states_bytes = nbytes
     return model, optimizer
@@ -153,11 +153,11 @@ def everything(dtype, backend, nbytes, options):
         found[-1] = [torch.as_tensor(each).clone() for each in found[-1]]
         return copy.deepcopy(kept)
 
-    model, optimizer = make(dtype, backend, nbytes, **options)
+    model, optimizer = make(dtype, backend, nbytes, layers=3, **options)
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
 
-    def loss(rows=x):
-        return model(rows).float().square().mean()
+    def loss():
+        return model(x).float().square().mean()
 
     def step():
         optimizer.backward(loss())
@@ -194,10 +194,10 @@ def everything(dtype, backend, nbytes, options):
                 kept.backward()
         optimizer.zero_grad()
         step()
-        # Micro-batches: each moves the states once more.
+        # Micro-batches: each moves the states once more. Fewer rows would be compiled once more.
         with optimizer.no_sync():
-            optimizer.backward(loss(x[:8]))
-        optimizer.backward(loss(x[8:]))
+            optimizer.backward(loss())
+        optimizer.backward(loss())
         optimizer.step()
         state()
     moves = [event.event for event in tape.events]

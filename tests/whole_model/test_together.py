@@ -142,13 +142,13 @@ def test_shards_of_every_tier_are_packed(tier, tmp_path):
 
 
 def step_of(count, together, mesh=None):
-    """The last of three steps: its events, messages and bytes; an evaluation; the weights"""
+    """The second of two steps: its events, messages and bytes; an evaluation; the weights"""
     # With padding, so that each rank has as many elements.
     numel = ceil(NUMEL / dist.get_world_size()) * dist.get_world_size()
     model = blocks(count, bucket_numel=together * numel, mesh=mesh and mesh())
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
     x = torch.ones(2, 4, dtype=torch.double) * (1 + dist.get_rank())
-    for _ in range(3):
+    for _ in range(2):
         with Ledger(model, optimizer) as tape:
             optimizer.backward(model(x).square().mean())
             optimizer.step()
@@ -164,6 +164,10 @@ def step_of(count, together, mesh=None):
             weights(model))
 
 
+def steps_of(count, sizes):
+    return [step_of(count, together) for together in sizes]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_number_of_collectives_follows_the_formula(ranks):
     """
@@ -176,15 +180,13 @@ def test_the_number_of_collectives_follows_the_formula(ranks):
     `Packed`.
     """
     count = 7
-    one_by_one = run(step_of, ranks, count, 0)
-    for events, evaluated, *_ in one_by_one:
+    sizes = (2, 3, 7, 100)
+    for one_by_one, *found in run(steps_of, ranks, count, (0, *sizes)):
+        events, evaluated, alone, before = one_by_one
         assert events["fetch"] == count + count - 1 and evaluated["fetch"] == count
         assert not events["unpacked"]
-    for together in (2, 3, 7, 100):
-        gathers = ceil(count / together) + ceil((count - 1) / together)
-        together_now = run(step_of, ranks, count, together)
-        for (events, evaluated, sent, after), (_, _, alone, before) in zip(
-                together_now, one_by_one, strict=True):
+        for together, (events, evaluated, sent, after) in zip(sizes, found, strict=True):
+            gathers = ceil(count / together) + ceil((count - 1) / together)
             assert events["fetch"] == events["gathered"] == gathers
             assert evaluated["fetch"] == ceil(count / together)
             saved = (2 * count - 1 - gathers) * (ranks - 1)
@@ -218,7 +220,7 @@ def live(name, most, **options):
     plain, model = build(name, max_live_numel=most, bucket_numel=ALL, **options)
     probe = Probe(model)
     pair = optimizers(plain, model)
-    for step in range(3):
+    for step in range(2):
         ids = tokens(step, ROWS * dist.get_world_size())
         plain.loss(plain(ids)).backward()
         plain.loss(model(mine(ids))).backward()
@@ -232,6 +234,14 @@ def live(name, most, **options):
     most = probe.most
     return most, probe.shared, difference(plain, model), {
         unit.path or "the rest": unit.numel for unit in model.units}
+
+
+def live_within(name, around):
+    """Without a limit, then from the least one, which layers have, to more than there is"""
+    _, _, _, sizes = live(name, None)
+    least = sum(sizes[each] for each in around)
+    limits = (least, least + 100, least + 500, 3 * sum(sizes.values()))
+    return [(most, *live(name, most)) for most in limits]
 
 
 LEAST = {"Plain": ["the rest", "layers_.0"], "Recomputed": ["the rest", "layers_.0"],
@@ -248,15 +258,11 @@ def test_packed_buffers_count_as_live(name):
     Proves I3, `TracedOrder.live_numel`, `TracedOrder._fits`, `TracedOrder._make_room`,
     `Unit.packed`, `Unit.held_tensors`.
     """
-    sizes = run(live, 2, name, None)[0][3]
-    least = sum(sizes[each] for each in LEAST[name])
-    shares = []
-    for most in (least, least + 100, least + 500, 3 * sum(sizes.values())):
-        answers = run(live, 2, name, most)
-        for peak, _, off, _ in answers:
+    for found in run(live_within, 2, name, LEAST[name]):
+        for most, peak, _, off, _ in found:
             assert peak <= most and off < 1e-10, (most, peak)
-        shares.append(answers[0][1])
-    assert shares == sorted(shares) and shares[0] == 0 < shares[-1]
+        shares = [shared for _, _, shared, *_ in found]
+        assert shares == sorted(shares) and shares[0] == 0 < shares[-1]
 
 
 def peak_of(count, together):
@@ -486,7 +492,7 @@ def race(tier, folder):
             optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.05, bucket_bytes=600,
                                        offload=offload)
             shared = 0
-            for step in range(3):
+            for step in range(2):
                 with Ledger(model) as tape:
                     ids = mine(tokens(step, ROWS * 2))
                     WHOLES[name].loss(None, model(ids)).backward()
