@@ -38,6 +38,22 @@ from pygments.token import STANDARD_TYPES, Token
 Defined = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
+class Lexer(PythonLexer):
+    """
+    ## Pygments' lexer, which first tries what is there most often
+
+    It tries its rules one after the other at each token, and those of spaces and signs come behind
+    forty others, none of which begins with one of these. At the beginning of a line a space may
+    belong to a docstring.
+    """
+
+    tokens = {**PythonLexer.tokens, "root": [
+        (r"(?<=\S)[^\S\n]+", Token.Text),
+        (r"[]{}(),;[]|:(?!=)", Token.Punctuation),
+        (r"\.(?!\d)|=(?!=)", Token.Operator),
+        *PythonLexer.tokens["root"]]}
+
+
 def slug(heading: str) -> str:
     """
     ## The anchor of a heading
@@ -88,6 +104,7 @@ class Source:
         self.text = path.read_text()
         self.texts = self.text.split("\n")
         self.tree = ast.parse(self.text)
+        self.nodes = [*ast.walk(self.tree)]
         # All classes and functions of the file, by qualified name.
         self.defined = dict(_definitions(self.tree))
         self.rows = list(self._rows())
@@ -200,7 +217,7 @@ class Source:
         if not hasattr(self, "_by_line"):
             self._by_line = defaultdict(list)
             number = 1
-            for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(self.text):
+            for kind, text in Lexer(stripnl=False, ensurenl=False).get_tokens(self.text):
                 # Pygments has a token type of its own for names such as `self`.
                 kind = Token.Name if kind is Token.Name.Builtin.Pseudo else kind
                 for i, piece in enumerate(text.split("\n")):
@@ -232,7 +249,8 @@ def _definitions(node: ast.AST, around: str = "") -> Iterator[tuple[str, Defined
         if isinstance(child, Defined):
             yield around + child.name, child
             yield from _definitions(child, f"{around}{child.name}.")
-        else:
+        elif not isinstance(child, ast.expr):
+            # No expression contains a definition, and most of a tree are expressions.
             yield from _definitions(child, around)
 
 
@@ -279,7 +297,7 @@ class Names:
         self.found: dict[str, set[tuple[str, str]]] = defaultdict(set)
         others = {name for kind in (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, Path, str,
                                     list, dict, set) for name in dir(kind)}
-        for node in (node for source in sources for node in ast.walk(source.tree)):
+        for node in (node for source in sources for node in source.nodes):
             stored = isinstance(getattr(node, "ctx", None), ast.Store)
             others.add(node.attr if stored and isinstance(node, ast.Attribute) else
                        getattr(node, "id", getattr(node, "arg", None)))
@@ -331,7 +349,7 @@ class Names:
         """
         found: dict[tuple[int, int], str] = {}
         imported = {alias.asname or alias.name: (node.module.split(".")[-1], alias.name)
-                    for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom)
+                    for node in source.nodes if isinstance(node, ast.ImportFrom)
                     for alias in node.names if (node.module or "").startswith("zero3")}
 
         def look(node: ast.AST, around: str, bound: frozenset[str]) -> None:
@@ -357,7 +375,8 @@ class Names:
                     found[at] = self.address(*target, source)
             for child in ast.iter_child_nodes(node):
                 inner = isinstance(child, ast.ClassDef)
-                look(child, child.name if inner else around, bound)
+                if not isinstance(child, ast.expr_context):
+                    look(child, child.name if inner else around, bound)
 
         look(source.tree, "", frozenset())
         return found
@@ -382,6 +401,10 @@ def _bound(function: ast.FunctionDef) -> set[str]:
     """
     #### The names of a function's arguments and local variables
     """
-    return {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)} | {
-        node.id for node in ast.walk(function)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names

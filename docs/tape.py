@@ -211,6 +211,8 @@ def record(world_size: int = 2, steps: int = 3, config: gpt.GPTConfig = CONFIG,
         late_s = rank.pop("start_s") - start_s
         for e in rank["events"]:
             e["time_s"] += late_s
+            # Here, because each rank would parse the same files again.
+            e["lines"] = [(file, line, function_at(file, line)[2]) for file, line in e["lines"]]
     known = answers[0][1]
     known["device"] = report.device_name(torch.device(known["device"]))
     return {**known, "world_size": world_size, "prefetch": prefetch, "leave": leave,
@@ -329,7 +331,7 @@ def _told(tape: Lines, layers: list[Json], rest_bytes: int, comm: Any) -> Json:
     states = frames(events, layers, rest_bytes, comm.by_messages and comm.world_size > 1)
     labels = [layer["label"] for layer in layers]
     for before, e, calls in zip(states, events, tape.lines, strict=False):
-        e["lines"] = [(file, line, function_at(file, line)[2]) for file, line in calls]
+        e["lines"] = calls
         e["text"] = tell(e, before, labels, comm.world_size)
     for frame, saved in zip(states, [{}, *tape.saved], strict=True):
         frame["saved"] = [saved.get(label) for label in labels]

@@ -5,6 +5,7 @@ The order of files and folders is a claim of the package's map. Here it is a tes
 """
 
 import ast
+import functools
 import io
 import os
 import subprocess
@@ -57,6 +58,7 @@ MOST_ANY = 290
 LAZY = {"__init__"}
 
 
+@functools.cache
 def modules():
     """Every module of the package by its dotted name, parsed"""
     found = {}

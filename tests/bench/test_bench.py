@@ -216,7 +216,7 @@ def test_the_benchmark_of_compiled_models_trains_all_peers_alike(tmp_path):
     other weights or rows than its name says.
     Proves `compile`.
     """
-    sizes = ("--compile --dim 32 --blocks 2 --heads 2 --seq 16 --batch 2 --layers 6 --width 8 "
+    sizes = ("--compile --dim 32 --blocks 1 --heads 2 --seq 16 --batch 2 --layers 3 --width 8 "
              "--warmup 2 --steps 2 --rounds 1 --peers compile-eager ddp")
     cases = benchmark(sizes, tmp_path / "compile.json")["cases"]
     assert [*cases] == ["gpt", "small-layers"]

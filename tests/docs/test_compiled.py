@@ -13,11 +13,11 @@ from docs.compiled import CAPTIONS, LIMIT, Pictures, bars
 
 
 @pytest.fixture(scope="module")
-def recorded():
+def recorded(once):
     """
     The graphs after each pass, traced once
     """
-    return compiled.record()
+    return once("compiled", compiled.record)
 
 
 def found(recorded, name, backward=False):

@@ -25,13 +25,13 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
-def recorded():
+def recorded(once):
     """
     The example on two ranks, recorded once
     """
     # Where no ranks have run yet: their imports are most of the time.
     launch.preload("docs.example")
-    return example.record()
+    return once("example", example.record)
 
 
 def values(recorded, stage, box, part="ranks"):

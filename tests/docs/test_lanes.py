@@ -17,12 +17,12 @@ from zero3.train import launch
 
 
 @pytest.fixture(scope="module")
-def recorded():
+def recorded(once):
     """
     A step with each schedule, recorded once
     """
     launch.preload("docs.lanes")
-    return lanes.record()
+    return once("lanes", lanes.record)
 
 
 def bars(run):

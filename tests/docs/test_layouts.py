@@ -15,13 +15,13 @@ from zero3.train import launch
 
 
 @pytest.fixture(scope="module")
-def recorded():
+def recorded(once):
     """
     The three programs, recorded once
     """
     # Where no ranks have run yet: their imports are most of the time.
     launch.preload("docs.layouts")
-    return layouts.record()
+    return once("layouts", layouts.record)
 
 
 def places(rows):

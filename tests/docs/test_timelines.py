@@ -31,13 +31,13 @@ DRAWN = {"prefetch": draw_prefetch, "backward": draw_backward, "bucket": draw_bu
 
 
 @pytest.fixture(scope="module")
-def run():
+def run(once):
     """
     All runs of the figures, recorded once
     """
     # Where no ranks have run yet: their imports are most of the time.
     launch.preload("docs.timelines")
-    return record()
+    return once("timelines", record)
 
 
 def timeline(run, key, phase):
