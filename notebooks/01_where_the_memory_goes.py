@@ -216,6 +216,10 @@ def gradients(params, shape, step):
     return params.grad
 
 
+def train_all(stages, side, depth, steps):
+    return [train(stage, side, depth, steps) for stage in stages]
+
+
 def train(stage, side, depth, steps):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     weights = whole_model(side, depth)
@@ -264,8 +268,8 @@ assert PSI % N == 0
 predicted = [int(nbytes) for nbytes in stages(PSI, N)]
 trained = []
 print(f"bytes of each of {N} ranks     predicted     measured")
-for stage in range(4):
-    answers = run("worker_01:train", N, stage, SIDE, DEPTH, 3)
+for stage, *answers in zip(range(4), *run("worker_01:train_all", N, range(4), SIDE, DEPTH, 3),
+                           strict=True):
     for held, weights in answers:
         assert held == predicted[stage]
         trained.append(weights)

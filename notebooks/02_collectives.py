@@ -48,6 +48,7 @@ import os
 import socket
 import struct
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -90,11 +91,11 @@ def my_reduce_scatter(mine):
     return collective("reduce-scatter", mine)
 
 
-def small(name):
-    """Call a collective with 10 r + row, and return the input and the output as lists."""
+def small(*names):
+    """Call collectives with 10 r + row, and return the input and the output as lists."""
     ranks = dist.get_world_size()
     mine = 10 * dist.get_rank() + torch.arange(ranks, device=my_device())
-    return mine.tolist(), collective(name, mine).tolist()
+    return [(mine.tolist(), collective(name, mine).tolist()) for name in names]
 
 
 def sent_bytes():
@@ -128,9 +129,9 @@ def counted(psi, action):
     return None if before is None else (sent_bytes() - before) / (4 * psi), answer
 
 
-def measure(name, psi):
+def measure(psi, *names):
     mine = torch.ones(psi, device=my_device())
-    return counted(psi, lambda: collective(name, mine))[0]
+    return [counted(psi, partial(collective, name, mine))[0] for name in names]
 
 
 def layer_step(side):
@@ -165,8 +166,7 @@ expected = {
     "all-reduce": [sums] * N,
     "all-to-all": [list(column) for column in zip(*start, strict=True)],
 }
-for name in NAMES:
-    answers = run("worker_02:small", N, name)
+for name, *answers in zip(NAMES, *run("worker_02:small", N, *NAMES), strict=True):
     for rank, (before, after) in enumerate(answers):
         print(f"{'' if rank else name:16} rank {rank}: {before!s:{4 * N}} -> {after}")
         assert after == expected[name][rank]
@@ -184,7 +184,7 @@ for name in NAMES:
 # One after the other they are an all-reduce:
 
 # %%
-for rank, (_, after) in enumerate(run("worker_02:small", N, "both")):
+for rank, [(_, after)] in enumerate(run("worker_02:small", N, "both")):
     print(f"reduce-scatter, then all-gather: rank {rank} has {after}")
     assert after == expected["all-reduce"][rank]
 
@@ -267,8 +267,7 @@ once = (N - 1) / N
 predicted = dict.fromkeys(NAMES, once) | {"all-reduce": 2 * once}
 measured = {}
 print(f"{'':16} predicted  measured")
-for name in NAMES:
-    ranks = run("worker_02:measure", N, name, PSI)
+for name, *ranks in zip(NAMES, *run("worker_02:measure", N, PSI, *NAMES), strict=True):
     seen = None not in ranks
     measured[name] = sum(ranks) / N if seen else None
     print(f"{name:16} {predicted[name]:9.2f} "
@@ -336,10 +335,10 @@ if seen:
 # elements. Run that cell again, and then this one.
 
 # %%
-answers = [after for _, after in run("worker_02:small", N, "mine")]
+answers = [after for [(_, after)] in run("worker_02:small", N, "mine")]
 print("right:", answers == expected["reduce-scatter"])
 if seen:
-    exercise = sum(run("worker_02:measure", N, "mine", PSI)) / N
+    exercise = sum(sent for [sent] in run("worker_02:measure", N, PSI, "mine")) / N
     print(f"sends {exercise:.2f}, should send {once:.2f}")
 
 # %% [markdown]

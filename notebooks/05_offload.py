@@ -48,6 +48,10 @@ def build(folder, params_in, states_in, depth, **options):
     return model, Zero3Optimizer(model, torch.optim.AdamW, lr=1e-3, offload=states)
 
 
+def train_all(cases):
+    return [train(*case) for case in cases]
+
+
 def train(params_in, states_in, depth=8, steps=4, **options):
     """Train; return losses, weights, bytes, and the events of the last step."""
     # If you have an NVMe disk, pass a folder on it as `dir=`.
@@ -99,7 +103,8 @@ from zero3.train.launch import default_ranks, preload, run
 preload("zero3.optimizer.stage3")
 N = default_ranks()
 PLACES = [("device", "device"), ("device", "cpu"), ("cpu", "cpu"), ("nvme", "nvme")]
-found = {place: run("worker_05:train", N, *place) for place in PLACES}
+answers = run("worker_05:train_all", N, PLACES)
+found = dict(zip(PLACES, zip(*answers, strict=True), strict=True))
 
 print(f"{N} ranks; bytes of rank 0\n")
 print(f"{'parameters':12}{'states':10}{'in memory':>12}{'in files':>12}{'read':>12}{'written':>12}"
@@ -172,8 +177,10 @@ def rest_bytes(depth, tier, **options):
 
 
 print(f"{'layers':>6}{'in memory':>14}{'with files':>14}   measured")
-for depth in (4, 8, 16):
-    measured = run("worker_05:train", N, "nvme", "nvme", depth, 1)[0]["memory"]
+depths = (4, 8, 16)
+answers = run("worker_05:train_all", N, [("nvme", "nvme", depth, 1) for depth in depths])[0]
+for depth, answer in zip(depths, answers, strict=True):
+    measured = answer["memory"]
     device = rest_bytes(depth, "device")
     files = rest_bytes(depth, "nvme")
     print(f"{depth:6}{device:14,}{files:14,}   {'equal' if measured == files else measured}")
@@ -294,6 +301,10 @@ class Tape(Ledger):
             if stored.memory is not None or stored.near is not None))
 
 
+def steps(*keeps):
+    return [step(keep) for keep in keeps]
+
+
 def step(keep):
     """Forward and backward; the activations of the last `keep` layers stay."""
     with tempfile.TemporaryDirectory() as folder:
@@ -315,8 +326,7 @@ def step(keep):
 # The input of a layer, and input and output of GELU, which are four times as wide; in bf16.
 A = (1 + 4 + 4) * 64 * 256 * 2
 told = activations([A] * 8)
-stay = run("worker_05_activations:step", N, 8)
-leave = run("worker_05_activations:step", N, 1)
+stay, leave = zip(*run("worker_05_activations:steps", N, 8, 1), strict=True)
 print(f"{'':10}{'at the peak':>14}{'out':>12}{'in':>12}")
 for name, ranks in (("all stay", stay), ("all leave", leave)):
     mine = ranks[0]

@@ -112,7 +112,12 @@ def ones(dtype):
     return Zero3Sequential([Zero3Layer(layer)])
 
 
-def small_steps(steps, lr, masters):
+def small_steps(steps, lr):
+    """Without masters, and with them"""
+    return [steps_of(steps, lr, masters) for masters in (False, True)]
+
+
+def steps_of(steps, lr, masters):
     """The first weight of this rank's shard after each step, and its master"""
     model = ones(torch.bfloat16)
     (shard,) = model.get_trainable_chunk()
@@ -129,8 +134,7 @@ def small_steps(steps, lr, masters):
 
 
 # %%
-plain, mixed = (run("worker_06:small_steps", N, 100, 0.001, masters)[0]
-                for masters in (False, True))
+plain, mixed = run("worker_06:small_steps", N, 100, 0.001)[0]
 print(f"SGD on the shard:  {plain[-1][0]:.4f}")
 print(f"with a master:     {mixed[-1][0]:.4f}, and the master {mixed[-1][1]:.4f}")
 assert plain[-1][0] == 1 and abs(mixed[-1][1] - 0.9) < 1e-4 and abs(mixed[-1][0] - 0.9) < 2**-8
@@ -170,12 +174,16 @@ plt.show()
 # %%writefile -a worker_06.py
 
 
-def tiny(loss_scale):
-    model = ones(torch.float16)
-    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=1.0, loss_scale=loss_scale)
-    x = torch.ones(1, 1, device=my_device(), dtype=torch.float16)
-    optimizer.backward(model(x).float().sum() * 2**-26)
-    return optimizer.step()
+def tiny(loss_scales):
+    """The result of `step()` with each scale"""
+    norms = []
+    for loss_scale in loss_scales:
+        model = ones(torch.float16)
+        optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=1.0, loss_scale=loss_scale)
+        x = torch.ones(1, 1, device=my_device(), dtype=torch.float16)
+        optimizer.backward(model(x).float().sum() * 2**-26)
+        norms.append(optimizer.step())
+    return norms
 
 
 def overflow(attempts):
@@ -195,7 +203,7 @@ def overflow(attempts):
 
 
 # %%
-lost, kept = (run("worker_06:tiny", N, scale)[0] for scale in (None, 65536))
+lost, kept = run("worker_06:tiny", N, (None, 65536))[0]
 print(f"norm of 64 gradients of 2**-26: {lost:g} without a scale, 2**{log2(kept):.3f} with one\n")
 assert lost == 0 and abs(kept / (2**-26 * 64**0.5) - 1) < 1e-6
 
@@ -291,7 +299,11 @@ print(f"cosine to the true one:   {cosine:.3f}")
 # %%writefile -a worker_06.py
 
 
-def micro_batches(count, hold):
+def micro_batches(cases):
+    return [step_in_parts(*case) for case in cases]
+
+
+def step_in_parts(count, hold):
     """A step of 16 rows in `count` micro-batches"""
     model, plain = chain(torch.float32, 8), nn.Sequential(*layers(torch.float32, 8))
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
@@ -319,8 +331,9 @@ def opposite():
 # %%
 print(f"{'micro-batches':26}{'sent':>14}{'at the peak':>14}   bytes of rank 0")
 sent, peak = {}, {}
-for name, count, hold in (("1", 1, False), ("4", 4, False), ("4, in no_sync", 4, True)):
-    ranks = run("worker_06:micro_batches", N, count, hold)
+cases = {"1": (1, False), "4": (4, False), "4, in no_sync": (4, True)}
+answers = run("worker_06:micro_batches", N, [*cases.values()])
+for name, *ranks in zip(cases, *answers, strict=True):
     sent[name], peak[name], *_ = ranks[0]
     print(f"{name:26}{sent[name]:14,}{peak[name]:14,}")
     assert all(rank[0] == rank[2] and rank[3] < 1e-6 for rank in ranks)

@@ -38,9 +38,13 @@ def make_layers():
             for _ in range(DEPTH)]
 
 
-def train(schedule, micro_batches, per_rank, gathers):
-    """A step on two pipelines of two ranks, and the same step with plain PyTorch"""
+def train_all(cases):
     mesh = init_device_mesh(my_device().type, (2, 2), mesh_dim_names=("pipeline", "shard"))
+    return [train(mesh, *case) for case in cases]
+
+
+def train(mesh, schedule, micro_batches, per_rank, gathers):
+    """A step on two pipelines of two ranks, and the same step with plain PyTorch"""
     model = Pipeline(make_layers(), mesh, loss_fn=nn.functional.mse_loss, schedule=schedule,
                      micro_batches=micro_batches, per_rank=per_rank, gathers=gathers)
     # No buckets: one would hold the gradients of all these small layers.
@@ -80,10 +84,6 @@ def sent(tape):
     return found
 
 
-def train_all(cases):
-    return [train(*case) for case in cases]
-
-
 # %% [markdown]
 # ## Predict: a step of two stages
 #
@@ -106,7 +106,7 @@ from zero3.train.report import COLORS, NEUTRAL
 
 preload("zero3.pipeline.pipeline", "zero3.estimate.ledger")
 M = 4
-ranks = run("worker_10:train", 4, "1f1b", M, 1, "stage")
+ranks = [found[0] for found in run("worker_10:train_all", 4, [("1f1b", M, 1, "stage")])]
 
 
 def short(action):

@@ -174,7 +174,9 @@ assert plain(ids) == model(ids)
 
 # %%
 from zero3.estimate.splitting import Transformer
-from zero3.train.launch import run
+from zero3.train.launch import preload, run
+
+preload("labml_nn.transformers.models", "zero3.inject", "zero3.train.gpt")
 
 sizes = Transformer(LAYERS, WIDTH, worker_13.HIDDEN, worker_13.VOCABULARY)
 whole = run("worker_13:train", 2, False)
