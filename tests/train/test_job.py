@@ -305,7 +305,8 @@ def test_bf16_with_masters_ends_where_fp32_does(tmp_path):
     rounded in other places; and the bytes are still those predicted.
     Proves `memory_table`, `Job.evaluate`.
     """
-    options = ["--batch", "16", "--steps", "40", "--eval-every", "20", "--sample", "1"]
+    options = ["--batch", "16", "--steps", "20", "--eval-every", "20", "--sample", "1", "--lr",
+               "0.01"]
     mixed = ["--dtype", "bf16", "--loss-scale", "dynamic", "--accumulate", "4", "--table"]
     losses = []
     for more in ([], mixed):
@@ -330,7 +331,7 @@ def test_muon_trains_the_hidden_matrices_and_goes_on_after_a_kill(tmp_path):
     moments.
     Proves I10, `Job.group_by`, `job.is_predicted`.
     """
-    options = ["--steps", "40", "--eval-every", "20", "--sample", "1", "--optimizer", "muon"]
+    options = ["--steps", "20", "--eval-every", "20", "--sample", "1", "--optimizer", "muon"]
     undisturbed = run_job(tmp_path / "whole", *options)
     assert undisturbed.returncode == 0, undisturbed.stderr
     killed(tmp_path / "killed", *options, "--save-every", "5", after="step 10: saved")
@@ -350,7 +351,7 @@ def test_groups_of_ranks_train_alike_and_their_bytes_are_measured(tmp_path):
     says so.
     Proves I1, I4, `Job.links`, `Job.predicted`, `job.is_predicted`, `report.table`.
     """
-    options = ["--steps", "40", "--eval-every", "20", "--sample", "1"]
+    options = ["--steps", "20", "--eval-every", "20", "--sample", "1", "--lr", "0.01"]
     rounded = ["--nodes", "2", "--gather-bits", "8", "--reduce-bits", "4", "--secondary"]
     losses = []
     for more in ([], ["--nodes", "2"], ["--replicas", "2"], rounded):
