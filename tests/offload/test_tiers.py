@@ -141,7 +141,7 @@ def all_cases(folder):
 
     # On three ranks every second one, and the one with parameters in fp32.
     names = CASES if dist.get_world_size() == 1 else {*[*CASES][::2], "DataTypes"}
-    return {name: train_both(name, 3, None, optimizer, Offload("nvme", folder))
+    return {name: train_both(name, 2, None, optimizer, Offload("nvme", folder))
             for name in sorted(names)}
 
 
