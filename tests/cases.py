@@ -588,8 +588,8 @@ def train_both(name, steps=3, check=None, optimizer=None, offload=None, mesh=Non
             (adam[0], plain, x),
             (adam[1], model, x[rank * ROWS : (rank + 1) * ROWS]),
         ):
-            # To zeros and to nothing by turns.
-            stepped.zero_grad(set_to_none=bool(step % 2))
+            # To nothing and to zeros by turns; in the first step there is nothing.
+            stepped.zero_grad(set_to_none=step % 2 == 0)
             case.backward(trained, rows)
             if trained is model and check:
                 check(model)

@@ -46,6 +46,7 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     # Tests without ranks need not import torch for it.
     if "tests.ranks" in sys.modules:
         sys.modules["tests.ranks"].preload()
@@ -81,6 +82,9 @@ def pytest_configure(config):
     Dots alone would leave a log without a word for a minute.
     """
     keep_the_core()
+    # What the tests' files import stays. Until all are imported, the collector of cycles would look
+    # at it again and again.
+    gc.disable()
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(config))
 

@@ -1,5 +1,5 @@
 """
-# A hundred steps of the main job's model, made small (I1)
+# Thirty steps of the main job's model, made small (I1)
 """
 
 import pytest
@@ -12,12 +12,12 @@ from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Sequential
 from zero3.train.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
 
-STEPS, ROWS = 100, 12  # rows of the global batch: 1, 2, 3 and 4 ranks divide them
+STEPS, ROWS = 30, 12  # rows of the global batch: 1, 2, 3 and 4 ranks divide them
 # Bytes in a row, and sizes of the model: small, because the claim is about steps.
 WINDOW, CONFIG = 16, GPTConfig(d_model=64, n_layers=2, d_ff=128)
 
 
-def train(kind, lr=1e-3, eps=1e-8):
+def train(kind, lr=3e-3, eps=1e-8):
     """Losses of every step, as means over ranks, and the final weights."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def test_two_ranks_train_bit_for_bit_like_ddp():
 def one_process():
     """What plain PyTorch gives on the global batch, once."""
     # At Adam's usual epsilon the scale of a gradient cancels, and a sum would pass for a mean.
-    return run(train, 1, "plain", 1e-3, 1e-3)[0]
+    return run(train, 1, "plain", 3e-3, 1e-3)[0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -75,10 +75,10 @@ def test_any_number_of_ranks_trains_like_one_process_on_the_global_batch(world_s
     """
     On one rank bit for bit. On more, the mean over the batch is a mean of means, added in another
     order: a gradient differs in its last bits, about 1e-7 of its size, and so do weights and
-    losses. A sum in place of the mean moves the losses by 0.1 and the weights by half.
+    losses. A sum in place of the mean moves the losses by 0.1 and a parameter by 0.4 of its size.
     Proves I1, `Zero3Layer._post_backward_hook`, `Communicator.total`, `global_batch`.
     """
-    losses, weights = run(train, world_size, "sharded", 1e-3, 1e-3)[0]
+    losses, weights = run(train, world_size, "sharded", 3e-3, 1e-3)[0]
     expected, plain = one_process
     bound = 0 if world_size == 1 else 1e-5
     assert (losses - expected).abs().max() <= bound and losses[-1] < losses[0] - 1

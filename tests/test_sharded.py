@@ -6,8 +6,6 @@ forward, frozen layers, gradient penalties, blocks that one rank leaves by an ex
 """
 
 import copy
-import os
-import subprocess
 import sys
 
 import pytest
@@ -134,30 +132,32 @@ def test_an_exception_of_one_rank_in_full_params_reaches_all(kind):
 
 # --------------------------------------------------------------------------- backward of backward
 
-PENALTY = """
-import sys, torch
-from torch import nn
-from zero3 import Zero3Layer
 class Scale(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.w = nn.LayerNorm(8), nn.Parameter(torch.ones(8))
+
     def forward(self, x):
         return self.norm(x) * self.w
+
+
 class Hides(Scale):
     def forward(self, x):
         y = super().forward(x)
         return lambda: y
-x = torch.randn(2, 8, requires_grad=True)
-try:
-    if sys.argv[1] == "penalty":
-        (g,) = torch.autograd.grad((Zero3Layer(Scale())(x) ** 3).sum(), x, create_graph=True)
-        g.square().sum().backward()
-    else:
-        Zero3Layer(Hides())(x)().sum().backward()
-except RuntimeError as error:
-    print(error)
-"""
+
+
+def needs_freed(kind):
+    x = torch.randn(2, 8, requires_grad=True)
+
+    def go():
+        if kind == "penalty":
+            (g,) = torch.autograd.grad((Zero3Layer(Scale())(x) ** 3).sum(), x, create_graph=True)
+            g.square().sum().backward()
+        else:
+            Zero3Layer(Hides())(x)().sum().backward()
+
+    return told(go)
 
 
 @pytest.mark.parametrize("kind, expected", [
@@ -171,10 +171,8 @@ def test_a_backward_that_needs_a_freed_parameter_raises(kind, expected):
     another `_version` in `_close_params`.
     Proves `FlatParameter.close`, `Zero3Layer._pre_backward_hook`, `FlatParameter._set_versions`.
     """
-    done = subprocess.run([sys.executable, "-c", PENALTY, kind], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": os.getcwd()}, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert expected in done.stdout
+    (said,) = run(needs_freed, 1, kind, fresh=True)
+    assert expected in said
 
 
 def penalised(kind):

@@ -21,9 +21,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import run as torch_run
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn import functional as F
 
+from tests import nodes
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save
 from zero3.checkpoint.reader import MANIFEST, clean_up_interrupted_saves
 from zero3.checkpoint.save_load import newest
@@ -319,16 +321,37 @@ def free_port():
 # ------------------------------------------------------------------------- ranks of the main job
 
 
+def write_to(output, errors):
+    """From now on this process and its children write to these files"""
+    for number, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
+
+
+def torchrun(argv, output, errors, network, environment):
+    """
+    ## torchrun itself, with ranks that it forks
+
+    Neither it nor its ranks import torch anew, as they do if a shell starts them.
+
+    * `network` is the file of a network namespace, or None
+    * `environment` has further variables
+    """
+    if network is not None:
+        with open(network) as file:
+            nodes._enter(file.fileno())
+    os.environ.update(environment)
+    write_to(output, errors)
+    torch_run.main(argv)
+
+
 def one_rank(rank, world_size, port, argv, output, before):
     """A rank of the main job: what torchrun tells it, and where it writes to"""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost",
                    "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
+    write_to(output, output)
     if before is not None:
         before(rank)
     code = train.main(argv)

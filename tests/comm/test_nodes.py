@@ -7,10 +7,10 @@ The oracle is the kernel, which counts what each node sends to the others.
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
 from zero3.comm.encodings import Int4, Int8
 from zero3.comm.links import Links
 from zero3.estimate.ledger import Ledger
+from zero3.train import launch
 
 needs_nodes = pytest.mark.skipif(bool(nodes.why_not()), reason=nodes.why_not())
 WIDTH = 1024
@@ -161,15 +162,13 @@ def test_an_error_on_a_rank_is_told_and_nothing_stays_behind(how):
     assert not users(networks) and interfaces() == before
 
 
-KILLED = """
-import os
-from tests import nodes
-
-if __name__ == "__main__":
+def sleeps_on_nodes(told):
+    """A process that is killed: its nodes, on which ranks wait."""
+    # It has been forked itself, and would start another server.
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running
     with nodes.nodes() as testbed:
-        print(*(os.fstat(fd).st_ino for fd in testbed.fds), flush=True)
-        testbed.run("tests.comm.test_nodes:sleep")
-"""
+        told.send({os.fstat(fd).st_ino for fd in testbed.fds})
+        testbed.run(sleep)
 
 
 def sleep():
@@ -180,23 +179,22 @@ def sleep():
 
 
 @needs_nodes
-def test_nothing_stays_behind_after_a_kill(tmp_path):
+def test_nothing_stays_behind_after_a_kill():
     """
     The ranks notice that the process that started them has ended, and the nodes end with them.
     Breaks where nothing watches it: the ranks would wait for a minute and more.
     """
     before = interfaces()
-    (tmp_path / "killed.py").write_text(KILLED)
-    process = subprocess.Popen(
-        [sys.executable, tmp_path / "killed.py"], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
-    networks = {int(number) for number in process.stdout.readline().split()}
+    told, theirs = launch._CONTEXT.Pipe(duplex=False)
+    process = launch._CONTEXT.Process(target=sleeps_on_nodes, args=(theirs,))
+    process.start()
+    theirs.close()
+    networks = told.recv()
     while len(users(networks)) < 5:
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    process.kill()
+    process.join()
     deadline_s = time.monotonic() + 10
     while users(networks) and time.monotonic() < deadline_s:
         time.sleep(0.1)

@@ -598,9 +598,11 @@ def off_the_fetch_stream(comm):
 
 def races(tier):
     problems, waits, log, checks = on_an_accelerator(tier)
-    real = Encoded._comm
+    real, planted = Encoded._comm, []
     try:
-        planted = on_an_accelerator(tier, off_the_fetch_stream)[0]
+        # It is a mistake of one rank's streams.
+        if dist.get_world_size() == 1:
+            planted = on_an_accelerator(tier, off_the_fetch_stream)[0]
     finally:
         Encoded._comm = real
     copied = [o for o in log if "code 2" in o.names and o.what == "copy_" and o.line == "fetch"]
@@ -621,7 +623,7 @@ def test_on_an_accelerator_nothing_races_and_codes_are_copied_ahead(world_size, 
     """
     for problems, waits, checks, planted, (copied, computed, overlaps) in run(
             races, world_size, tier):
-        assert not problems and checks > 200 and planted
+        assert not problems and checks > 200 and planted == (world_size == 1)
         # With shards in CPU memory, the host waits for the copies of trainable ones.
         assert not waits or tier == "cpu"
         if tier == "cpu":

@@ -113,7 +113,7 @@ def test_bf16_with_masters_follows_one_process_with_masters(world_size):
     elsewhere.
     Proves `Zero3Optimizer._update`, `ShardStates`, `Storage.replace`, `Communicator.total`.
     """
-    steps, lr = 30, 1e-3
+    steps, lr = 10, 3e-3
     torch.manual_seed(0)
     layers = [layer.to(BF16) for layer in gpt_layers(GPTConfig(d_model=32, n_layers=2))]
     threads = torch.get_num_threads()
@@ -155,8 +155,8 @@ def accumulate_all():
     ways = ((False, {}), (True, {"bucket_bytes": 0}), (True, {"loss_scale": 1024.0}))
     cases = [(k, clip, *way) for i, k in enumerate((1, 2, 4))
              for j, clip in enumerate((None, 0.05, 50.0)) for m, way in enumerate(ways)
-             # All on two ranks; else a third of them, in which each two of the three still meet.
-             if dist.get_world_size() == 2 or (i + j + m) % 3 == 0]
+             # Another third on each number of ranks, in which each two of the three still meet.
+             if (i + j + m + dist.get_world_size()) % 3 == 0]
     return [(case, accumulate(*case)) for case in cases]
 
 

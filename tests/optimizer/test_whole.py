@@ -213,7 +213,7 @@ def batches(step, ranks, micro):
     return [[*part] for part in rows.chunk(ranks)]
 
 
-def equal(kind, dtype=torch.float32, clip=None, micro=1, steps=20, group_by=by_shape,
+def equal(kind, dtype=torch.float32, clip=None, micro=1, steps=5, group_by=by_shape,
           first=torch.optim.AdamW, default=ADAMW, grid=(), rest=None, **options):
     """
     Names of the masters that differ from plain PyTorch's
@@ -264,7 +264,7 @@ BITS = {
     (1, ["chain"]), (2, [*BITS]), (3, ["chain", "wrap"]), (4, ["chain", "wrap in bf16"])])
 def test_muon_and_adamw_give_the_bits_of_plain_pytorch(world_size, names):
     """
-    All masters after 20 steps, of a chain and of a wrapped model, in fp32 and bf16, with clipping
+    All masters after five steps, of a chain and of a wrapped model, in fp32 and bf16, with clipping
     and micro-batches, over rows, columns, tied, turned, frozen, empty and unused parameters. The
     norm differs from plain PyTorch's in the order of its sums, so both clip by ours. Breaks if a
     piece is missing or in the wrong place, if a gradient is scaled twice or not at all, or if the

@@ -1,7 +1,9 @@
 """
 # The main job, as a reader starts it: under torchrun, on two ranks
 
-Where torchrun itself is not the point, ranks that live on from test to test run the same `main`.
+Where the start itself is not the point, torchrun and its ranks are forked from a process that has
+imported torch. Where torchrun is not the point either, ranks that live on from test to test run the
+same `main`.
 """
 
 import contextlib
@@ -18,9 +20,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch import nn
 
-from tests.checkpoint.survivor import free_port, one_rank
+from tests.checkpoint.survivor import free_port, one_rank, torchrun
 from tests.ranks import run as run_on_ranks
 from zero3 import Zero3Layer, Zero3Sequential, commit_name, save
 from zero3.estimate.ledger import Event
@@ -33,15 +36,14 @@ from zero3.train.run import OPTIONS, checkpoints, look_for_checkpoint
 SMALL = ["--d-model", "16", "--layers", "2", "--seq-len", "16", "--batch", "4"]
 
 
-def command(out, *options: str) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-                "--monitor-interval=0.1"]
-    return [sys.executable, *torchrun, "-m", "zero3.train", "--device", "cpu", *SMALL, "--out",
-            str(out), *options]
+MAIN = Path(launch.__file__).with_name("__main__.py")
+ALONE = ("--standalone", "--nproc_per_node=2")
 
 
 def run_train(out, *options: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(out, *options), capture_output=True, text=True, timeout=300,
+    command = ["-m", "torch.distributed.run", *ALONE, "--monitor-interval=0.1", "-m", "zero3.train",
+               "--device", "cpu", *SMALL, "--out", str(out), *options]
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300,
                           env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -56,8 +58,12 @@ def job(port: int, out, *options: str, size=SMALL) -> tuple[int, str, str]:
              "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     place = {name: str(value) for name, value in place.items()}
     told, wrong = io.StringIO(), io.StringIO()
+    # To render its pictures takes longer than the steps. Those of `finished` and of runs with files
+    # are.
+    rendered = contextlib.nullcontext() if "nvme" in options else mock.patch.object(
+        Figure, "savefig", lambda self, path: path.touch())
     with mock.patch.dict(os.environ, place), contextlib.redirect_stdout(told), \
-            contextlib.redirect_stderr(wrong):
+            contextlib.redirect_stderr(wrong), rendered:
         code = main(["--device", "cpu", *size, "--out", str(out), *options])
     return code, told.getvalue(), wrong.getvalue()
 
@@ -75,10 +81,28 @@ def run_job(out, *options: str, worker=job) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess("job", max(codes), "".join(told), "".join(wrong))
 
 
-def started(out, *options: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        command(out, *options), text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+class Torchrun:
+    """torchrun and ranks of the main job, which it forks; it writes two files to a folder"""
+
+    def __init__(self, folder, *options, agent=ALONE, network=None, environment=None):
+        self.out, self.errors = folder / "out.txt", folder / "errors.txt"
+        argv = [*agent, "--monitor-interval=0.1", "--start-method=fork", "--run-path", str(MAIN),
+                "--device", "cpu", *SMALL, *options]
+        self.process = launch._CONTEXT.Process(target=torchrun, args=(
+            argv, self.out, self.errors, network, environment or {}))
+        self.process.start()
+
+    def wait_for(self, words, file, seconds=60):
+        until = time.monotonic() + seconds
+        while not file.exists() or words not in file.read_text():
+            assert self.process.is_alive(), self.errors.read_text()
+            assert time.monotonic() < until, self.errors.read_text()
+            time.sleep(0.02)
+
+    def ranks(self):
+        """The processes that torchrun has started"""
+        pid = self.process.pid
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 class Job:
@@ -281,7 +305,8 @@ def test_bf16_with_masters_ends_where_fp32_does(tmp_path):
     rounded in other places; and the bytes are still those predicted.
     Proves `memory_table`, `Job.evaluate`.
     """
-    options = ["--batch", "16", "--steps", "40", "--eval-every", "20", "--sample", "1"]
+    options = ["--batch", "16", "--steps", "20", "--eval-every", "20", "--sample", "1", "--lr",
+               "0.01"]
     mixed = ["--dtype", "bf16", "--loss-scale", "dynamic", "--accumulate", "4", "--table"]
     losses = []
     for more in ([], mixed):
@@ -306,7 +331,7 @@ def test_muon_trains_the_hidden_matrices_and_goes_on_after_a_kill(tmp_path):
     moments.
     Proves I10, `Job.group_by`, `job.is_predicted`.
     """
-    options = ["--steps", "40", "--eval-every", "20", "--sample", "1", "--optimizer", "muon"]
+    options = ["--steps", "20", "--eval-every", "20", "--sample", "1", "--optimizer", "muon"]
     undisturbed = run_job(tmp_path / "whole", *options)
     assert undisturbed.returncode == 0, undisturbed.stderr
     killed(tmp_path / "killed", *options, "--save-every", "5", after="step 10: saved")
@@ -326,7 +351,7 @@ def test_groups_of_ranks_train_alike_and_their_bytes_are_measured(tmp_path):
     says so.
     Proves I1, I4, `Job.links`, `Job.predicted`, `job.is_predicted`, `report.table`.
     """
-    options = ["--steps", "40", "--eval-every", "20", "--sample", "1"]
+    options = ["--steps", "20", "--eval-every", "20", "--sample", "1", "--lr", "0.01"]
     rounded = ["--nodes", "2", "--gather-bits", "8", "--reduce-bits", "4", "--secondary"]
     losses = []
     for more in ([], ["--nodes", "2"], ["--replicas", "2"], rounded):
@@ -344,11 +369,13 @@ def test_what_cannot_work_is_one_line_from_rank_0(tmp_path):
     spoken.
     Proves `job.main`, `check_options`.
     """
-    run = run_train(tmp_path, "--batch", "3")
-    assert run.returncode != 0
-    assert run.stderr.count("zero3.train: ") == 1
-    assert run.stderr.count("Expected: a multiple of 2 ranks times 1 micro-batches.") == 1
-    assert run.stdout == ""
+    run = Torchrun(tmp_path, "--out", str(tmp_path / "out"), "--batch", "3")
+    run.process.join()
+    assert run.process.exitcode != 0
+    errors = run.errors.read_text()
+    assert errors.count("zero3.train: ") == 1
+    assert errors.count("Expected: a multiple of 2 ranks times 1 micro-batches.") == 1
+    assert run.out.read_text() == ""
 
 
 @pytest.mark.parametrize(
@@ -443,22 +470,6 @@ def undisturbed(tmp_path_factory):
     return json.loads((out / "metrics.json").read_text())
 
 
-def wait_for(what, process):
-    for _ in range(600):
-        if what() or process.poll() is not None:
-            return
-        time.sleep(0.05)
-    process.kill()
-    raise AssertionError("nothing happened for 30 s")
-
-
-def workers(process):
-    """The ranks' processes, which torchrun has started."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in children
-            if b"zero3.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
 def same_run(out, metrics):
     found = json.loads((out / "metrics.json").read_text())
     for what in ("losses", "held_out", "sample", "measured"):
@@ -505,20 +516,22 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed, tmp_path):
     options does not take it up unasked. Breaks where ranks end after different steps.
     Proves `signals`, `Job.train`, `Job.save`, `Run`, `run.Ranks.gather`.
     """
-    process = started(tmp_path, *LONG)
+    out = tmp_path / "out"
+    first = Torchrun(tmp_path, *LONG, "--out", str(out))
     # Both ranks train.
-    wait_for(lambda: "step 20" in process.stdout.readline(), process)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert "; the same command resumes from there" in out, err
-    (saved,) = (tmp_path / "checkpoints").iterdir()
+    first.wait_for("step 20", first.out)
+    os.kill(first.process.pid, signal.SIGINT)
+    first.process.join()
+    told = first.out.read_text()
+    assert "; the same command resumes from there" in told, first.errors.read_text()
+    (saved,) = (out / "checkpoints").iterdir()
     assert 20 <= int(saved.name[5:]) < 59
-    again = run_job(tmp_path, *LONG)
+    again = run_job(out, *LONG)
     assert again.returncode == 0, again.stderr
     assert f"step {int(saved.name[5:])}: resumes from {saved}" in again.stdout
-    same_run(tmp_path, undisturbed)
-    assert "step-00000060 is the end of this run" in run_job(tmp_path, *LONG).stdout
-    other = run_job(tmp_path, *LONG, "--lr", "1")
+    same_run(out, undisturbed)
+    assert "step-00000060 is the end of this run" in run_job(out, *LONG).stdout
+    other = run_job(out, *LONG, "--lr", "1")
     assert other.returncode == 2 and "Traceback" not in other.stderr
     assert "zero3.train: " in other.stderr and "Got: --lr 0.004 there and 1.0 here" in other.stderr
     assert other.stderr.count("What to do: pass `--resume") == 1

@@ -32,8 +32,20 @@ def test_each_rank_answers_and_the_answers_are_in_rank_order():
         launch.run(who, 2, device="cuda")
 
 
-def has(module):
-    return module in sys.modules
+PRELOADS = """
+import sys
+
+from zero3.train import launch
+
+
+def has(*modules):
+    return [module in sys.modules for module in modules]
+
+
+if __name__ == "__main__":
+    launch.preload("zero3.estimate")
+    print(launch.run("mine:has", 1, "zero3.estimate", "zero3.pipeline", device="cpu"))
+"""
 
 
 def test_what_is_preloaded_need_not_be_imported_by_each_rank(tmp_path):
@@ -41,14 +53,10 @@ def test_what_is_preloaded_need_not_be_imported_by_each_rank(tmp_path):
     And nothing else is there. In a process of its own, for the server of this one has started.
     Proves `preload`.
     """
-    (tmp_path / "mine.py").write_text(
-        "from zero3.train import launch\n\nif __name__ == '__main__':\n"
-        "    launch.preload('zero3.estimate')\n"
-        "    for module in ('zero3.estimate', 'zero3.pipeline'):\n"
-        "        print(launch.run('tests.train.test_launch:has', 1, module, device='cpu'))\n")
+    (tmp_path / "mine.py").write_text(PRELOADS)
     done = subprocess.run([sys.executable, tmp_path / "mine.py"], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
-    assert done.stdout == "[True]\n[False]\n", done.stderr
+    assert done.stdout == "[[True, False]]\n", done.stderr
 
 
 def test_there_is_a_rank_for_each_gpu_or_two(monkeypatch):

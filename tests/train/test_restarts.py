@@ -8,10 +8,7 @@ that torchrun would give them.
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -20,15 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import nodes
 from tests.checkpoint.survivor import agent, digest, fails_in_forward, signalled, survive
 from tests.ranks import run
-from tests.train.test_job import SMALL, Job, started, wait_for, workers
+from tests.train.test_job import SMALL, Job, Torchrun
 from zero3 import Zero3Layer, Zero3Sequential, wrap
 from zero3.train import job as train
 from zero3.train import launch
 
-ROOT = Path(__file__).parents[2]
-RESTARTS = 20
+RESTARTS = 10
 SHORT = [*SMALL, "--device", "cpu", "--steps", "6", "--eval-every", "3", "--sample", "1"]
 
 
@@ -40,10 +37,10 @@ def undisturbed(steps):
 # ---------------------------------------------------------------------------------------- restarts
 
 
-def test_torchrun_restarts_a_run_twenty_times_and_it_ends_with_the_same_bits(tmp_path):
+def test_torchrun_restarts_a_run_ten_times_and_it_ends_with_the_same_bits(tmp_path):
     """
-    A rank kills itself in each of 20 attempts, once with a store that torchrun keeps for all of
-    them, as a static rendezvous does, once with one of its own for each attempt. None of the 42
+    A rank kills itself in each of ten attempts, once with a store that torchrun keeps for all of
+    them, as a static rendezvous does, once with one of its own for each attempt. None of the 22
     starts fails, each takes one step, and the weights are those of a run without restarts. Breaks
     where `fresh_store` returns the store without a prefix: about every second attempt then fails.
     Proves I10, `fresh_store`.
@@ -67,30 +64,8 @@ def test_torchrun_restarts_a_run_twenty_times_and_it_ends_with_the_same_bits(tmp
             assert (tmp_path / name / f"digest-{rank}").read_text() == expected[rank]
 
 
-@pytest.fixture
-def nodes():
-    """Two network namespaces with an address each, as two machines have them"""
-    names = [f"zero3-{os.getpid()}-{i}" for i in range(2)]
-    commands = [
-        *(f"ip netns add {name}" for name in names),
-        f"ip link add wire netns {names[0]} type veth peer name wire netns {names[1]}",
-        *(f"ip -n {name} addr add 10.199.0.{i + 1}/24 dev wire" for i, name in enumerate(names)),
-        *(f"ip -n {name} link set {device} up" for name in names for device in ("lo", "wire")),
-    ]
-    if shutil.which("ip") is None:
-        pytest.skip("two machines need network namespaces: there is no `ip` (iproute2)")
-    try:
-        for command in commands:
-            done = subprocess.run(command.split(), capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"two machines need network namespaces: {command}: {done.stderr}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def test_a_machine_may_be_lost_and_come_back(nodes, tmp_path):
+@pytest.mark.skipif(bool(nodes.why_not()), reason=nodes.why_not())
+def test_a_machine_may_be_lost_and_come_back(tmp_path):
     """
     Two machines with a torchrun each. One machine is lost, and the other one goes on alone from the
     newest checkpoint; it comes back, and both go on from there together. At most the steps since
@@ -98,55 +73,60 @@ def test_a_machine_may_be_lost_and_come_back(nodes, tmp_path):
     `fresh_store`, because it differs between machines; and where a lost rank leaves with 0.
     Proves I10, `fresh_store`, `take_up`, `end_with_parent`.
     """
-    first, every = tmp_path / "first", 20
+    every = 20
 
-    def node(number, log):
-        torchrun = [
-            "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1", "--rdzv-backend=c10d",
-            "--rdzv-id=z", "--rdzv-endpoint=10.199.0.1:29400",
-            f"--local-addr=10.199.0.{number + 1}", f"--rdzv-conf=is_host={1 - number},"
-            "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=8",
-            "--max-restarts=3", "--monitor-interval=0.1"]
-        argv = [*SMALL, "--device", "cpu", "--steps", "1000000", "--eval-every", "5",
-                "--save-every", str(every), "--timeout", "20", "--out", str(tmp_path / "out")]
-        return subprocess.Popen(
-            ["ip", "netns", "exec", nodes[number], sys.executable, "-m", *torchrun, "-m",
-             "zero3.train", *argv], stdout=log.open("w"), stderr=subprocess.STDOUT, cwd=ROOT,
-            # No name server can be reached from there, and a host's name leads out of it.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-                 "RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "wire",
-                 # With one store, torch does not tell a machine that comes back where it is.
-                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    def node(number, name):
+        (tmp_path / name).mkdir()
+        agent = [
+            "--nnodes=1:2", "--nproc_per_node=1", "--rdzv-backend=c10d", "--rdzv-id=z",
+            "--rdzv-endpoint=10.0.0.1:29400", f"--local-addr=10.0.0.{number + 1}",
+            f"--rdzv-conf=is_host={1 - number},"
+            "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4",
+            "--max-restarts=3"]
+        return Torchrun(
+            tmp_path / name, "--steps", "1000000", "--eval-every", "5", "--save-every", str(every),
+            "--timeout", "20", "--out", str(tmp_path / "out"), agent=agent,
+            network=testbed._path(number), environment={
+                # No name server can be reached from there, and a host's name leads out of it.
+                "RES_OPTIONS": "timeout:1 attempts:1", "GLOO_SOCKET_IFNAME": "uplink",
+                # With one store, torch does not tell a machine that comes back where it is.
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
     def wait_for_first(pattern):
         """Wait for a line of the first machine's after those that were waited for before"""
         nonlocal read
         until = time.monotonic() + 120
-        while not (found := re.compile(pattern).search(first.read_text(), read)):
-            assert time.monotonic() < until, first.read_text()[-3000:]
-            assert processes[0].poll() is None, first.read_text()[-3000:]
+        while not (found := re.compile(pattern).search(told(), read)):
+            errors = first.errors.read_text()[-3000:] if first.errors.exists() else ""
+            assert time.monotonic() < until and first.process.is_alive(), told()[-3000:] + errors
             time.sleep(0.05)
         read = found.end()
         return int(found[1])
 
-    read, processes = 0, [node(0, first), node(1, tmp_path / "second")]
-    try:
-        wait_for_first(r"step (\d+): saved")
-        processes[1].kill()
-        alone = wait_for_first(r"step (\d+): resumes from ")
-        before = re.findall(r"step +(\d+) of", first.read_text()[:read])
-        assert 0 <= int(before[-1]) - alone < every
-        wait_for_first(r"step (\d+): saved")
-        processes.append(node(1, tmp_path / "again"))
-        # Its torchrun tells the rank to end, which saves.
-        saved = wait_for_first(r"step (\d+): saved .*; the same command resumes from there")
-        assert wait_for_first(r"step (\d+): resumes from ") == saved > alone
-        assert wait_for_first(r"step (\d+): saved") > saved
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
+    def told():
+        return first.out.read_text() if first.out.exists() else ""
+
+    read, machines = 0, []
+    with nodes.nodes(ranks_each=1, mbit=2000) as testbed:
+        try:
+            first, second = node(0, "first"), node(1, "second")
+            machines += [first, second]
+            wait_for_first(r"step (\d+): saved")
+            second.process.kill()
+            alone = wait_for_first(r"step (\d+): resumes from ")
+            before = re.findall(r"step +(\d+) of", told()[:read])
+            assert 0 <= int(before[-1]) - alone < every
+            wait_for_first(r"step (\d+): saved")
+            machines.append(node(1, "again"))
+            # Its torchrun tells the rank to end, which saves.
+            saved = wait_for_first(r"step (\d+): saved .*; the same command resumes from there")
+            assert wait_for_first(r"step (\d+): resumes from ") == saved > alone
+            assert wait_for_first(r"step (\d+): saved") > saved
+        finally:
+            for machine in machines:
+                machine.process.kill()
+            for machine in machines:
+                machine.process.join()
 
 
 # ------------------------------------------------------------------------- ranks that are processes
@@ -220,27 +200,26 @@ def test_a_stopped_rank_ends_the_run_after_the_timeout_and_a_killed_torchrun_tak
     without `timeout=` in `connect`, or without `end_with_parent`.
     Proves `run.Ranks.connect`, `run.Ranks.waits`, `end_with_parent`, `tell_failure`.
     """
-    process = started(tmp_path, "--steps", "100000", "--eval-every", "2", "--timeout", "10")
+    first = Torchrun(tmp_path, "--steps", "100000", "--eval-every", "2", "--timeout", "5",
+                     "--out", str(tmp_path / "out"))
     try:
-        wait_for(lambda: "step " in process.stdout.readline(), process)
-        ranks = workers(process)
+        first.wait_for("step ", first.out)
+        ranks = first.ranks()
         os.kill(ranks[1], signal.SIGSTOP)
         stopped_s = time.monotonic()
-        told = ""
-        while "lost" not in told:
-            told = process.stderr.readline()
-            assert told
+        first.wait_for("What to do: ", first.errors)
         assert time.monotonic() - stopped_s < 40
+        told = next(line for line in first.errors.read_text().splitlines() if "lost" in line)
         assert "rank 0: " in told and "the other ranks are lost. Expected: their part of " in told
         assert "imed out" in told
     finally:
-        process.kill()
+        first.process.kill()
     until = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() and "zombie" not in
               Path(f"/proc/{pid}/status").read_text() for pid in ranks):
         assert time.monotonic() < until, "ranks have outlived torchrun"
         time.sleep(0.05)
-    process.communicate(timeout=10)
+    first.process.join()
 
 
 def test_a_run_that_was_told_to_end_does_not_pass_for_one_that_is_done(tmp_path):
