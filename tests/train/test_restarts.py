@@ -25,7 +25,7 @@ from zero3 import Zero3Layer, Zero3Sequential, wrap
 from zero3.train import job as train
 from zero3.train import launch
 
-RESTARTS = 10
+RESTARTS = 20
 SHORT = [*SMALL, "--device", "cpu", "--steps", "6", "--eval-every", "3", "--sample", "1"]
 
 
@@ -37,10 +37,10 @@ def undisturbed(steps):
 # ---------------------------------------------------------------------------------------- restarts
 
 
-def test_torchrun_restarts_a_run_ten_times_and_it_ends_with_the_same_bits(tmp_path):
+def test_torchrun_restarts_a_run_twenty_times_and_it_ends_with_the_same_bits(tmp_path):
     """
-    A rank kills itself in each of ten attempts, once with a store that torchrun keeps for all of
-    them, as a static rendezvous does, once with one of its own for each attempt. None of the 22
+    A rank kills itself in each of 20 attempts, once with a store that torchrun keeps for all of
+    them, as a static rendezvous does, once with one of its own for each attempt. None of the 42
     starts fails, each takes one step, and the weights are those of a run without restarts. Breaks
     where `fresh_store` returns the store without a prefix: about every second attempt then fails.
     Proves I10, `fresh_store`.
