@@ -181,27 +181,38 @@ class SequenceBorder(Border):
         """
         ### $f$: all-gather in forward, reduce-scatter in backward
         """
-        return Swap.apply(x, partial(self.gathered, self.length), partial(self.summed, self.length))
+        return Swap.apply(
+            x,
+            partial(self.gathered, self.length),
+            partial(self.summed, self.length))
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """
         ### $g$: reduce-scatter in forward, all-gather in backward
         """
-        return Swap.apply(x, partial(self.summed, self.length), partial(self.gathered, self.length))
+        return Swap.apply(
+            x,
+            partial(self.summed, self.length),
+            partial(self.gathered, self.length))
 
     def begin(self, whole: torch.Tensor) -> torch.Tensor:
         """
         ### The own positions in forward, all-gather in backward
         """
         self.length = whole.shape[self.dim]
-        return Swap.apply(whole, partial(self.own, self.length),
-                          partial(self.gathered, self.length))
+        return Swap.apply(
+            whole,
+            partial(self.own, self.length),
+            partial(self.gathered, self.length))
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
         """
         ### All-gather in forward, the own positions in backward
         """
-        return Swap.apply(x, partial(self.gathered, self.length), partial(self.own, self.length))
+        return Swap.apply(
+            x,
+            partial(self.gathered, self.length),
+            partial(self.own, self.length))
 
     def weight(self, param: torch.Tensor) -> torch.Tensor:
         """
