@@ -76,6 +76,74 @@ def test_a_write_in_backward_is_refused():
     assert "written to `weight`" in message(lambda: layer(torch.ones(1, WIDTH)).sum().backward())
 
 
+class WritesInBackward(nn.Module):
+    """Its weight is written to once the gradient of its input is there; `end` raises as well."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.line, self.unused = linear(), nn.Parameter(torch.ones(1))
+        self.end, self.wrong = end, False
+
+    def forward(self, x):
+        if self.wrong:
+            x.register_hook(self.write)
+        return torch.tanh(self.line(x))
+
+    def write(self, grad):
+        with torch.no_grad():
+            self.line.weight.add_(1)
+        if self.end == "an exception":
+            raise KeyError("after the write")
+
+
+def goes_on(end, layers, ours):
+    """The losses after a pass whose layer could not settle, and those of plain PyTorch."""
+    torch.manual_seed(0)
+    modules = [linear() for _ in range(layers - 1)]
+    modules.insert(layers // 2, WritesInBackward(end))
+    plain = nn.Sequential(*copy.deepcopy(modules))
+    model = Zero3Sequential([Zero3Layer(m) for m in modules])
+    optimizer = (Zero3Optimizer(model, torch.optim.SGD, lr=0.1) if ours else
+                 torch.optim.SGD(model.parameters(), lr=0.1))
+    modules[layers // 2].wrong = True
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    with pytest.raises((RuntimeError, KeyError)) as caught:
+        model(x).sum().backward()
+    text = str(caught.value)
+    del caught
+    left = [layer.is_fetched for layer in model.module_list]
+    unsettled = len(model.module_list[0].reducer.unsettled)
+    modules[layers // 2].wrong = False
+    model.zero_grad()
+    losses = []
+    for each, steps in ((model, optimizer), (plain, torch.optim.SGD(plain.parameters(), lr=0.1))):
+        for _ in range(3):
+            loss = each(x).square().sum()
+            loss.backward()
+            steps.step()
+            steps.zero_grad()
+            losses.append(loss.item())
+    return text, left, unsettled, losses[:3], losses[3:]
+
+
+@pytest.mark.parametrize("end", ["the end of the pass", "an exception"])
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_layer_that_cannot_settle_is_freed_and_trains_on(end, layers, ours):
+    """
+    The guard finds the write when the layer settles, because one parameter gets no gradient. In a
+    chain the engine then drops what the other layers asked for, and they settle after an exception.
+    Breaks without the second call in `at_end_of_backward`: the layer would stay full, compute with
+    old weights, and never settle again.
+    Proves I2, `at_end_of_backward`, `Zero3Layer.settle`.
+    """
+    for text, left, unsettled, losses, expected in run(goes_on, 2, end, layers, ours):
+        what = "written to `line.weight`" if end == "the end of the pass" else "after the write"
+        assert what in text
+        assert not any(left) and unsettled == 0
+        assert losses == pytest.approx(expected)
+
+
 def test_values_given_by_data_are_written_back():
     """
     `p.data = values` in the block has left the buffer that is sharded; a shape that does not fit is

@@ -163,13 +163,23 @@ def at_end_of_backward(settle: Callable[[bool], None]) -> None:
     ## Call a function at the end of the backward pass that is running
 
     * `settle(raised)` gets whether the pass ended with an exception
+
+    If `settle` itself raises one, it is called once more, as after an exception in the pass. A
+    layer that never settled would stay full, and no later pass would settle it.
     """
+    def finish(raised: bool) -> None:
+        try:
+            settle(raised)
+        except BaseException:
+            settle(True)
+            raise
+
     def end() -> None:
         raised.detach()
-        settle(False)
+        finish(False)
 
     # If backward raises an exception, the engine drops `end` without calling it.
-    raised = weakref.finalize(end, settle, True)
+    raised = weakref.finalize(end, finish, True)
     raised.atexit = False
     torch.autograd.Variable._execution_engine.queue_callback(end)
 
