@@ -15,7 +15,7 @@ from torch import nn
 from tests.cases import ROWS, WIDTH, freeze, linear
 from tests.ranks import run
 from tests.test_cases import at_rest
-from zero3 import Zero3Layer, Zero3Sequential
+from zero3 import Zero3Layer, Zero3Sequential, wrap
 from zero3.estimate.ledger import Ledger
 from zero3.guards.freed import FreedParameter
 
@@ -148,7 +148,8 @@ def test_a_freed_parameter_raises_by_name_wherever_it_is_touched():
 
 def test_what_cannot_be_sharded_is_refused_with_the_cure():
     """
-    Each error names the rank, the layer, the parameter, what was expected and got, what to do.
+    Each error names the rank, the layer, the parameter, what was expected and got, what to do. A
+    gradient from before wrapping would be added to the first one, and no `zero_grad` would reach it.
     Proves `find_params`, `check_params`, `check_module`, `Zero3Sequential.__init__`,
     `Communicator.__init__`,
     `Communicator.open`,
@@ -166,6 +167,13 @@ def test_what_cannot_be_sharded_is_refused_with_the_cure():
     assert "meta" in message(lambda: Zero3Layer(nn.Linear(2, 2, device="meta"), device="cpu"))
     assert "Uninitialized" in message(lambda: Zero3Layer(nn.LazyLinear(2)))
     assert "process group" in message(lambda: Zero3Layer(linear(), 0, 2))
+    stale = linear()
+    stale(torch.ones(1, WIDTH)).sum().backward()
+    text = message(lambda: Zero3Layer(stale))
+    assert "`weight`" in text and "a gradient" in text and "zero_grad" in text
+    assert "zero_grad" in message(lambda: wrap(nn.Sequential(stale, linear()), nn.Linear))
+    stale.zero_grad()
+    Zero3Layer(stale)
     with pytest.raises(TypeError, match="element 1"):
         Zero3Sequential([layer, nn.ReLU()])
 
