@@ -325,6 +325,90 @@ def test_a_layer_may_be_frozen_and_thawed_after_wrapping(tier, tmp_path):
     assert "layer 0" in (text := message(late.step)) and "freeze afterwards" in text
 
 
+# ---------------------------------------------------------- inputs whose gradients say something else
+
+
+class Force(nn.Module):
+    """The gradient of an energy by the input, and a term that needs the weight after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = linear()
+
+    def forward(self, x):
+        energy = torch.tanh(self.line(x)).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force + self.line(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_forward_may_take_the_gradient_of_its_own_input(frozen):
+    """
+    It is no backward pass of the layer. Breaks where each gradient of an input counts: a frozen
+    layer would be over with it, and freed before the second use of its weight.
+    Proves I1, `Watch.inputs`, `Watch.input_arrived`.
+    """
+    torch.manual_seed(0)
+    modules = [linear(), Force().requires_grad_(not frozen), linear()]
+    plain = nn.Sequential(*copy.deepcopy(modules))
+    model = Zero3Sequential([Zero3Layer(m) for m in modules])
+    x = torch.randn(2, WIDTH)
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    expected = [p.grad.view(-1) for p in plain.parameters() if p.grad is not None]
+    found = [p.grad for p in model.get_trainable_chunk()]
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected))
+
+
+class Prompted(nn.Module):
+    """Adds a prompt to its input, and hands both on: the prompt in a dict, or as an attribute."""
+
+    def __init__(self, prompt, how):
+        super().__init__()
+        self.line, self.how = linear(), how
+        self.prompt = prompt if how == "attribute" else None
+
+    def forward(self, batch):
+        prompt = self.prompt if self.how == "attribute" else batch["prompt"]
+        return {**batch, "x": torch.tanh(self.line(batch["x"] + prompt))}
+
+
+def prompted(how, frozen, sharded):
+    """The prompt after each of three steps, and how many hooks it has once the graph is gone."""
+    torch.manual_seed(0)
+    prompt = torch.zeros(WIDTH, requires_grad=True)
+    modules = [Prompted(prompt, how).requires_grad_(not frozen) for _ in range(2)]
+    model = (Zero3Sequential([Zero3Layer(m) for m in modules]) if sharded else
+             nn.Sequential(*modules))
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD([*params, prompt], 0.1)
+    passed = {"prompt": prompt} if how == "dict" else {}
+    found = []
+    for _ in range(3):
+        model({"x": torch.ones(1, WIDTH), **passed})["x"].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((prompt.tolist(), len(prompt._backward_hooks or ())))
+    return found
+
+
+@pytest.mark.parametrize("how", ["dict", "attribute"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_prompt_outlives_its_passes(how, frozen):
+    """
+    A leaf that passes through layers trains as in plain PyTorch, and keeps nothing of a pass.
+    Breaks where a leaf among the outputs announces backward: in the second step that of the first
+    one, whose weights have changed; or without the removal of the hooks on inputs, which would
+    grow with each step.
+    Proves I1, `Watch.inputs`, `Watch.outputs`, `Call`.
+    """
+    found = prompted(how, frozen, True)
+    expected = prompted(how, frozen, False)
+    assert [hooks for _, hooks in found] == [0, 0, 0]
+    for (ours, _), (plain, _) in zip(found, expected, strict=True):
+        assert ours == pytest.approx(plain)
+
+
 # -------------------------------------------------------------------------------------- autocast
 
 
