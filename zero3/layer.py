@@ -558,8 +558,9 @@ class Zero3Sequential(ShardedModel):
         try:
             for layer in self.module_list:
                 layer.fetch_params()
-                # Prefetch: this all-gather overlaps the computation of `layer`.
-                for ahead in layer.next_layer:
+                # Prefetch: this all-gather overlaps the computation of `layer`. A layer
+                # that comes next in another chain would stay full.
+                for ahead in filter(self.sharded_layers.__contains__, layer.next_layer):
                     ahead.fetch_params()
                 yield layer
         finally:
