@@ -2,6 +2,7 @@
 # What a layer does at its edges: birth, errors, exceptions, evaluation, reading and writing
 """
 
+import copy
 import gc
 import os
 
@@ -15,7 +16,7 @@ from torch import nn
 from tests.cases import ROWS, WIDTH, freeze, linear
 from tests.ranks import run
 from tests.test_cases import at_rest
-from zero3 import Zero3Layer, Zero3Sequential
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.estimate.ledger import Ledger
 from zero3.guards.freed import FreedParameter
 
@@ -148,7 +149,8 @@ def test_a_freed_parameter_raises_by_name_wherever_it_is_touched():
 
 def test_what_cannot_be_sharded_is_refused_with_the_cure():
     """
-    Each error names the rank, the layer, the parameter, what was expected and got, what to do.
+    Each error names the rank, the layer, the parameter, what was expected and got, what to do. A
+    gradient from before wrapping would be added to the first one, and no `zero_grad` would reach it.
     Proves `find_params`, `check_params`, `check_module`, `Zero3Sequential.__init__`,
     `Communicator.__init__`,
     `Communicator.open`,
@@ -166,6 +168,13 @@ def test_what_cannot_be_sharded_is_refused_with_the_cure():
     assert "meta" in message(lambda: Zero3Layer(nn.Linear(2, 2, device="meta"), device="cpu"))
     assert "Uninitialized" in message(lambda: Zero3Layer(nn.LazyLinear(2)))
     assert "process group" in message(lambda: Zero3Layer(linear(), 0, 2))
+    stale = linear()
+    stale(torch.ones(1, WIDTH)).sum().backward()
+    text = message(lambda: Zero3Layer(stale))
+    assert "`weight`" in text and "a gradient" in text and "zero_grad" in text
+    assert "zero_grad" in message(lambda: wrap(nn.Sequential(stale, linear()), nn.Linear))
+    stale.zero_grad()
+    Zero3Layer(stale)
     with pytest.raises(TypeError, match="element 1"):
         Zero3Sequential([layer, nn.ReLU()])
 
@@ -439,6 +448,47 @@ def test_a_walk_that_stops_early_leaves_nothing_fetched():
 
 
 # --------------------------------------------------------------------------------- reading, writing
+
+
+def several_chains(ours):
+    """Two chains with one layer in common, then one of the old layers of each; and plain PyTorch."""
+    torch.manual_seed(0)
+    modules = [linear() for _ in range(3)]
+    plain = copy.deepcopy(modules)
+    one, two, three = (Zero3Layer(m) for m in modules)
+    chains = [Zero3Sequential([one, two]), Zero3Sequential([one, three]), Zero3Sequential([one])]
+    model = nn.ModuleList(chains[:2])
+    optimizer = (Zero3Optimizer(model, torch.optim.SGD, lr=0.1) if ours else
+                 torch.optim.SGD(model.parameters(), lr=0.1))
+    theirs = torch.optim.SGD([p for m in plain for p in m.parameters()], lr=0.1)
+    in_chain = [plain[:2], [plain[0], plain[2]], plain[:1]]
+    worst = 0.0
+    for step in range(4):
+        # Each step trains the chains in another order.
+        for i in (step % 3, (step + 1) % 3):
+            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+            loss = chains[i](x).square().sum()
+            expected = nn.Sequential(*in_chain[i])(x).square().sum()
+            worst = max(worst, (loss - expected).abs().item())
+            loss.backward()
+            expected.backward()
+            for chain in chains:
+                at_rest(chain)
+        optimizer.step()
+        optimizer.zero_grad()
+        theirs.step()
+        theirs.zero_grad()
+    return worst
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_layer_may_be_in_several_chains(ours):
+    """
+    As an encoder is that has a head for each of two tasks. Breaks where `walk` prefetches what
+    comes next in another chain: it would stay full, and compute with old weights after a step.
+    Proves I1, I2, `Zero3Sequential.walk`.
+    """
+    assert max(run(several_chains, 2, ours)) < 1e-5
 
 
 def read_and_write():

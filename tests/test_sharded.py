@@ -74,6 +74,74 @@ def test_a_write_in_backward_is_refused():
     assert "written to `weight`" in message(lambda: layer(torch.ones(1, WIDTH)).sum().backward())
 
 
+class WritesInBackward(nn.Module):
+    """Its weight is written to once the gradient of its input is there; `end` raises as well."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.line, self.unused = linear(), nn.Parameter(torch.ones(1))
+        self.end, self.wrong = end, False
+
+    def forward(self, x):
+        if self.wrong:
+            x.register_hook(self.write)
+        return torch.tanh(self.line(x))
+
+    def write(self, grad):
+        with torch.no_grad():
+            self.line.weight.add_(1)
+        if self.end == "an exception":
+            raise KeyError("after the write")
+
+
+def goes_on(end, layers, ours):
+    """The losses after a pass whose layer could not settle, and those of plain PyTorch."""
+    torch.manual_seed(0)
+    modules = [linear() for _ in range(layers - 1)]
+    modules.insert(layers // 2, WritesInBackward(end))
+    plain = nn.Sequential(*copy.deepcopy(modules))
+    model = Zero3Sequential([Zero3Layer(m) for m in modules])
+    optimizer = (Zero3Optimizer(model, torch.optim.SGD, lr=0.1) if ours else
+                 torch.optim.SGD(model.parameters(), lr=0.1))
+    modules[layers // 2].wrong = True
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    with pytest.raises((RuntimeError, KeyError)) as caught:
+        model(x).sum().backward()
+    text = str(caught.value)
+    del caught
+    left = [layer.is_fetched for layer in model.module_list]
+    unsettled = len(model.module_list[0].reducer.unsettled)
+    modules[layers // 2].wrong = False
+    model.zero_grad()
+    losses = []
+    for each, steps in ((model, optimizer), (plain, torch.optim.SGD(plain.parameters(), lr=0.1))):
+        for _ in range(3):
+            loss = each(x).square().sum()
+            loss.backward()
+            steps.step()
+            steps.zero_grad()
+            losses.append(loss.item())
+    return text, left, unsettled, losses[:3], losses[3:]
+
+
+@pytest.mark.parametrize("end", ["the end of the pass", "an exception"])
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_layer_that_cannot_settle_is_freed_and_trains_on(end, layers, ours):
+    """
+    The guard finds the write when the layer settles, because one parameter gets no gradient. In a
+    chain the engine then drops what the other layers asked for, and they settle after an exception.
+    Breaks without the second call in `at_end_of_backward`: the layer would stay full, compute with
+    old weights, and never settle again.
+    Proves I2, `at_end_of_backward`, `Zero3Layer.settle`.
+    """
+    for text, left, unsettled, losses, expected in run(goes_on, 2, end, layers, ours):
+        what = "written to `line.weight`" if end == "the end of the pass" else "after the write"
+        assert what in text
+        assert not any(left) and unsettled == 0
+        assert losses == pytest.approx(expected)
+
+
 def test_values_given_by_data_are_written_back():
     """
     `p.data = values` in the block has left the buffer that is sharded; a shape that does not fit is
@@ -253,6 +321,90 @@ def test_a_layer_may_be_frozen_and_thawed_after_wrapping(tier, tmp_path):
     model.module_list[0].requires_grad_(True)
     late.backward(model(x).square().mean())
     assert "layer 0" in (text := message(late.step)) and "freeze afterwards" in text
+
+
+# ---------------------------------------------------------- inputs whose gradients say something else
+
+
+class Force(nn.Module):
+    """The gradient of an energy by the input, and a term that needs the weight after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = linear()
+
+    def forward(self, x):
+        energy = torch.tanh(self.line(x)).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force + self.line(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_forward_may_take_the_gradient_of_its_own_input(frozen):
+    """
+    It is no backward pass of the layer. Breaks where each gradient of an input counts: a frozen
+    layer would be over with it, and freed before the second use of its weight.
+    Proves I1, `Watch.inputs`, `Watch.input_arrived`.
+    """
+    torch.manual_seed(0)
+    modules = [linear(), Force().requires_grad_(not frozen), linear()]
+    plain = nn.Sequential(*copy.deepcopy(modules))
+    model = Zero3Sequential([Zero3Layer(m) for m in modules])
+    x = torch.randn(2, WIDTH)
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    expected = [p.grad.view(-1) for p in plain.parameters() if p.grad is not None]
+    found = [p.grad for p in model.get_trainable_chunk()]
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected))
+
+
+class Prompted(nn.Module):
+    """Adds a prompt to its input, and hands both on: the prompt in a dict, or as an attribute."""
+
+    def __init__(self, prompt, how):
+        super().__init__()
+        self.line, self.how = linear(), how
+        self.prompt = prompt if how == "attribute" else None
+
+    def forward(self, batch):
+        prompt = self.prompt if self.how == "attribute" else batch["prompt"]
+        return {**batch, "x": torch.tanh(self.line(batch["x"] + prompt))}
+
+
+def prompted(how, frozen, sharded):
+    """The prompt after each of three steps, and how many hooks it has once the graph is gone."""
+    torch.manual_seed(0)
+    prompt = torch.zeros(WIDTH, requires_grad=True)
+    modules = [Prompted(prompt, how).requires_grad_(not frozen) for _ in range(2)]
+    model = (Zero3Sequential([Zero3Layer(m) for m in modules]) if sharded else
+             nn.Sequential(*modules))
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD([*params, prompt], 0.1)
+    passed = {"prompt": prompt} if how == "dict" else {}
+    found = []
+    for _ in range(3):
+        model({"x": torch.ones(1, WIDTH), **passed})["x"].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((prompt.tolist(), len(prompt._backward_hooks or ())))
+    return found
+
+
+@pytest.mark.parametrize("how", ["dict", "attribute"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_prompt_outlives_its_passes(how, frozen):
+    """
+    A leaf that passes through layers trains as in plain PyTorch, and keeps nothing of a pass.
+    Breaks where a leaf among the outputs announces backward: in the second step that of the first
+    one, whose weights have changed; or without the removal of the hooks on inputs, which would
+    grow with each step.
+    Proves I1, `Watch.inputs`, `Watch.outputs`, `Call`.
+    """
+    found = prompted(how, frozen, True)
+    expected = prompted(how, frozen, False)
+    assert [hooks for _, hooks in found] == [0, 0, 0]
+    for (ours, _), (plain, _) in zip(found, expected, strict=True):
+        assert ours == pytest.approx(plain)
 
 
 # -------------------------------------------------------------------------------------- autocast

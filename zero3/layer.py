@@ -289,8 +289,8 @@ class Zero3Layer(Sharded):
         * `call` is the forward call that has ended (a record of `watch.py`); in backward there is
           none
 
-        Only hooks keep a `Call` alive. If the graph is dropped without a backward pass, and the
-        inputs with it, the weak reference fires and frees the layer.
+        Only hooks on outputs keep a `Call` alive. If the graph is dropped without a backward pass,
+        the weak reference fires and frees the layer.
         """
         if call is None or not self.schedule.stays_full(self, call):
             self._cleanup_params()
@@ -558,8 +558,9 @@ class Zero3Sequential(ShardedModel):
         try:
             for layer in self.module_list:
                 layer.fetch_params()
-                # Prefetch: this all-gather overlaps the computation of `layer`.
-                for ahead in layer.next_layer:
+                # Prefetch: this all-gather overlaps the computation of `layer`. A layer
+                # that comes next in another chain would stay full.
+                for ahead in filter(self.sharded_layers.__contains__, layer.next_layer):
                     ahead.fetch_params()
                 yield layer
         finally:

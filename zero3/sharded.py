@@ -97,7 +97,8 @@ class Sharded(Trained, Guarded):
         self.module = module
         self.label = type(module).__name__
         self.flats = []
-        # `Zero3Sequential` sets these. A layer that is in a chain twice has two next layers.
+        # `Zero3Sequential` sets these. A layer that is in a chain twice, or in two chains, has two
+        # next layers.
         self.prev_layer: list[Sharded] = []
         self.next_layer: list[Sharded] = []
         # The module computes `with saving(arguments):`, which may move what autograd saves.

@@ -51,8 +51,8 @@ class Call:
     """
     ## One forward call of a layer
 
-    Only hooks refer to it, in the graph and on inputs, and `Watch.entered` while its backward runs.
-    If the hooks are dropped without a backward pass, the call is freed with them.
+    Only the hooks on its outputs refer to it, and `Watch.entered` while its backward runs. If the
+    graph is dropped without a backward pass, the call is freed with it.
     """
 
     versions: tuple[int, ...]  # how often each shard had been written to
@@ -73,7 +73,7 @@ class Watch:
         ### Set the two callbacks
 
         * `begin(call, grad)` is called when a gradient of an output of this call is there
-        * `event(call, grad)` is called when the gradient of an input of this call is complete
+        * `event(call)` is called when the gradient of an input of this call is complete
         """
         self.begin = begin
         self.event = event
@@ -110,17 +110,31 @@ class Watch:
         for tensor in tensors_in(value):
             if tensor.requires_grad and torch.is_grad_enabled():
                 call.inputs += 1
-                tensor.register_hook(partial(self.event, call))
+                handle = tensor.register_hook(partial(self._arrives, weakref.ref(call)))
+                # A tensor in a container may outlive the graph, and would collect hooks.
+                weakref.finalize(call, handle.remove)
         return value
+
+    def _arrives(self, ours: weakref.ref[Call], *_) -> None:
+        """
+        #### The gradient of an input is complete
+
+        A module may take gradients while it computes, as a force is that of an energy. They say
+        nothing about the layer's backward, which has not begun.
+        """
+        call = ours()
+        if call in self.entered:
+            self.event(call)
 
     def outputs(self, call: Call, tensors: Iterable[torch.Tensor]) -> None:
         """
         ### Have each of these outputs announce the backward pass
 
-        Without an announcement autograd would reach freed parameters.
+        Without an announcement autograd would reach freed parameters. No layer has made a leaf, so
+        its gradient announces nothing.
         """
         for tensor in tensors:
-            if tensor.requires_grad and torch.is_grad_enabled():
+            if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
                 call.outputs += 1
                 self.pending.add(call)
                 tensor.register_hook(partial(self.begin, call))
@@ -163,13 +177,23 @@ def at_end_of_backward(settle: Callable[[bool], None]) -> None:
     ## Call a function at the end of the backward pass that is running
 
     * `settle(raised)` gets whether the pass ended with an exception
+
+    If `settle` itself raises one, it is called once more, as after an exception in the pass. A
+    layer that never settled would stay full, and no later pass would settle it.
     """
+    def finish(raised: bool) -> None:
+        try:
+            settle(raised)
+        except BaseException:
+            settle(True)
+            raise
+
     def end() -> None:
         raised.detach()
-        settle(False)
+        finish(False)
 
     # If backward raises an exception, the engine drops `end` without calling it.
-    raised = weakref.finalize(end, settle, True)
+    raised = weakref.finalize(end, finish, True)
     raised.atexit = False
     torch.autograd.Variable._execution_engine.queue_callback(end)
 

@@ -63,6 +63,10 @@ def check_params(comm: Sharers,
                f"device {at}", p.device, "move the module there first", RuntimeError)
         expect(dtype in (None, p.dtype), what, dtype, p.dtype, "convert the module with "
                "`.to(dtype)` first, or leave `dtype` out to mix data types", RuntimeError)
+        # Backward would add to it, and neither the shard's `zero_grad` nor a step would drop it.
+        expect(p.grad is None, what, "no gradient yet", "a gradient from before wrapping",
+               "call `zero_grad()` of the plain model or its optimizer before wrapping",
+               RuntimeError)
         at = p.device
     if at.type != "cpu":
         at = check_device(comm, who, at)
