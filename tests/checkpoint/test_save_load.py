@@ -338,6 +338,41 @@ def test_a_rank_writes_its_shards_and_nothing_else(tmp_path):
             assert (last[len(last) - flat["padding"] :] == 0).all()
 
 
+class Unused(nn.Module):
+    """A layer with a parameter of one element that no loss uses"""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.gate = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def saves_unused(folder):
+    """The moments and the weights in files, of a layer with one parameter that is not stepped"""
+    model = Zero3Sequential([Zero3Layer(Unused())])
+    optimizer = Zero3Optimizer(model)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save(folder, model, optimizer, step=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_element_without_a_state_is_saved_beside_others_with_one(tmp_path, world_size):
+    """
+    It is a piece by itself, whose moments are zeros in the file. Breaks where the bytes of these
+    zeros, one element with the stride 0, cannot be seen.
+    Proves `Writer.write`, `Entries.values`, `bytes_of`.
+    """
+    run(saves_unused, world_size, tmp_path)
+    checkpoint = CheckpointReader(newest(tmp_path))
+    gate = next(param for param in checkpoint.params if param.name == "0.gate")
+    assert not gate.states["moments"]
+    assert [checkpoint.read(gate, key, 0, 1).item() for key in ("param", "exp_avg")] == [1, 0]
+
+
 def test_a_range_of_a_parameter_is_read_from_its_own_blocks(tmp_path, monkeypatch):
     """
     The bound in `tensor_files.py`: n bytes are in n / 2^20 blocks, rounded up, and one more. Breaks
@@ -536,6 +571,7 @@ def test_the_newest_are_kept_and_a_step_may_be_saved_again(tmp_path):
     {"__tuple__": 1}, Counter({30: 1}),
     torch.tensor(0.001), torch.arange(6, dtype=torch.int16).view(2, 3),
     torch.tensor([True, False]), torch.empty(0, 2), {("a", 1): [torch.zeros(2, dtype=BF16)]},
+    torch.tensor(1.0).expand(1),
 ])
 def test_small_things_come_back_as_they_were(value):
     """
