@@ -12,6 +12,7 @@ import sys
 import threading
 import zlib
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import nn
 
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
+from zero3.beside.dcp import load_dcp, save_dcp
 from zero3.checkpoint.convert import main
 from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.formats import from_tensors
@@ -371,6 +373,35 @@ def test_one_element_without_a_state_is_saved_beside_others_with_one(tmp_path, w
     gate = next(param for param in checkpoint.params if param.name == "0.gate")
     assert not gate.states["moments"]
     assert [checkpoint.read(gate, key, 0, 1).item() for key in ("param", "exp_avg")] == [1, 0]
+
+
+def padding_only(folder, make, kind):
+    """The data types of the states after a save, a load and a step, on a rank without elements"""
+    model = Zero3Sequential([Zero3Layer(nn.Linear(1, 1, bias=False).bfloat16())])
+    options = {"momentum": 0.9} if make == torch.optim.SGD else {}
+    optimizer = Zero3Optimizer(model, make, lr=0.1, **options)
+    saves, loads = {"ours": (partial(save, step=1), load), "dcp": (save_dcp, load_dcp)}[kind]
+    for saved in (False, True):
+        if saved:
+            saves(folder, model, optimizer)
+            loads(folder, model, optimizer)
+        optimizer.backward(model(torch.ones(1, 1, dtype=BF16)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    (state,) = optimizer.state.values()
+    return {key: value.dtype for key, value in state.items()}
+
+
+@pytest.mark.parametrize("kind", ["ours", "dcp"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_rank_of_padding_alone_loads_moments_of_the_same_type(tmp_path, make, kind):
+    """
+    One weight in bf16 on two ranks: the second one reads nothing, and its moments are of fp32 too.
+    Breaks where they are of the type of the shard, so that its step fails or loses digits.
+    Proves `Entries.shard`.
+    """
+    one, other = run(padding_only, 2, tmp_path, make, kind)
+    assert one == other and {*other.values()} == {FP32}
 
 
 def test_a_range_of_a_parameter_is_read_from_its_own_blocks(tmp_path, monkeypatch):

@@ -540,25 +540,31 @@ class Entries(Named):
         * `where` is a range of the shard; left out, the whole shard
 
         Returns `(where.stop - where.start,)`. The padding is zero (invariant I5), and so are
-        moments that a param group does not have.
+        moments that a param group does not have. A rank that has nothing but padding gets the data
+        type that the other ranks read.
         """
         shard = flat.parameter.shard
         where = where or slice(0, len(shard))
         first = self.comm.rank * len(shard) + where.start
         last = self.comm.rank * len(shard) + where.stop
         values: torch.Tensor | None = None
-        for own in flat.params:
+        having = [own for own in flat.params
+                  if key in ("param", *own.found.states["moments"])]
+        for own in having:
             # The first element of the parameter in the range, which may begin inside of it.
             at = own.slot.offset - first
             begin = max(-at, 0)
             end = min(own.slot.end, last) - own.slot.offset
-            if begin < end and key in ("param", *own.found.states["moments"]):
+            if begin < end:
                 read = partial(checkpoint.read, own.found, key)
                 found = own.part.read(begin, end, read) if own.part else read(begin, end)
                 if values is None:
                     values = torch.zeros(last - first, dtype=found.dtype)
                 values[at + begin : at + end] = found
-        return torch.zeros(last - first, dtype=shard.dtype) if values is None else values
+        if values is None:
+            dtype = checkpoint.dtype(having[0].found, key) if having else shard.dtype
+            values = torch.zeros(last - first, dtype=dtype)
+        return values
 
     @torch.no_grad()
     def take(self, checkpoint: CheckpointReader, groups: dict[int, int]) -> None:
