@@ -375,6 +375,48 @@ def test_one_element_without_a_state_is_saved_beside_others_with_one(tmp_path, w
     assert [checkpoint.read(gate, key, 0, 1).item() for key in ("param", "exp_avg")] == [1, 0]
 
 
+class Empty(nn.Module):
+    """A layer whose only parameter has no elements"""
+
+    def __init__(self):
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, 2))
+
+    def forward(self, x):
+        return x + self.empty.sum()
+
+
+def without_elements(folder, torchs, kind):
+    """The weights, one step after a save and one step after a load into new layers"""
+    saves, loads = {"ours": (partial(save, step=1), load), "dcp": (save_dcp, load_dcp)}[kind]
+    after = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = Zero3Sequential([Zero3Layer(nn.Linear(2, 2)), Zero3Layer(Empty())])
+        optimizer = (torch.optim.AdamW(model.parameters(), lr=0.1) if torchs
+                     else Zero3Optimizer(model, lr=0.1))
+        for saved in (seed, 1):
+            if saved:
+                (loads if seed else saves)(folder, model, optimizer)
+            model(torch.ones(1, 2)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after.append(weights(model))
+    return after
+
+
+@pytest.mark.parametrize("kind", ["ours", "dcp"])
+@pytest.mark.parametrize("torchs", [True, False])
+def test_a_layer_without_elements_is_saved_and_loaded(tmp_path, torchs, kind):
+    """
+    With an optimizer of torch's, which has states of such a shard, and with ours, which has none.
+    Breaks where the checkpoint is written with states of no parameter, and cannot be read.
+    Proves `Entries.describe`, `Entries._take_states`, `CheckpointReader._check`.
+    """
+    for one, other in run(without_elements, 2, tmp_path, torchs, kind):
+        assert same(one, other)
+
+
 def padding_only(folder, make, kind):
     """The data types of the states after a save, a load and a step, on a rank without elements"""
     model = Zero3Sequential([Zero3Layer(nn.Linear(1, 1, bias=False).bfloat16())])

@@ -256,8 +256,9 @@ class Entries(Named):
             states: list[StatesEntry] = []
             for piece in flat.pieces:
                 moments, others = self.state_of(piece.param)
-                # An optimizer has no state for a parameter that it has not stepped yet.
-                if moments or others:
+                # An optimizer has no state for a parameter that it has not stepped yet. One of
+                # torch's has states of a shard without elements, which are of no parameter.
+                if piece.positions and (moments or others):
                     keys |= {key: type_name(value.dtype)
                              for key, value in moments.items()}
                     scalars = {key: encode(value, key)
@@ -598,7 +599,7 @@ class Entries(Named):
         #### Load the optimizer states of a shard, except those of parameters stepped whole
         """
         for index, where, param, positions in flat.pieces:
-            if index in self.inner:
+            if index in self.inner or not positions:
                 continue
             # All parameters of a piece have the same state.
             own = flat.params[positions[0]]
