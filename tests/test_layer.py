@@ -71,24 +71,27 @@ def born():
     module = nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))
     mask = torch.rand(3) > 0.5
     module[1].register_buffer("mask", mask)
+    one = torch.tensor(dist.get_rank() + 1).expand(1)
+    module[1].register_buffer("one", one)
     module[1].running_mean.fill_(dist.get_rank() + 1)
     mine = {name: p.detach().clone() for name, p in module.named_parameters()}
     layer = Zero3Layer(module)
-    return mine, snapshot(layer), module[1].running_mean.clone(), mask, len(layer.chunk[0])
+    return mine, snapshot(layer), module[1].running_mean.clone(), mask, one, len(layer.chunk[0])
 
 
 def test_rank_0_gives_everybody_its_weights_and_buffers():
     """
-    Ranks seeded differently begin alike. Breaks without the scatter in `_shard` or the broadcast.
+    Ranks seeded differently begin alike. Breaks without the scatter in `_shard` or the broadcast,
+    and where a buffer of one element has the stride 0.
     Proves `Zero3Layer._shard`, `Communicator.scatter`, `Communicator.broadcast`, `Storage.load`,
-    `Communicator._broadcast`.
+    `Communicator._broadcast`, `bytes_of`.
     """
     for world_size in (2, 3):
         ranks = run(born, world_size)
         first, numel = ranks[0][0], WIDTH * WIDTH + 3 * WIDTH
         assert not same(first, ranks[1][0])
-        for _, full, buffer, mask, shard_numel in ranks:
-            assert same(full, first) and torch.equal(buffer, torch.ones(WIDTH))
+        for _, full, buffer, mask, one, shard_numel in ranks:
+            assert same(full, first) and torch.equal(buffer, torch.ones(WIDTH)) and one == 1
             assert torch.equal(mask, ranks[0][3]) and shard_numel == -(-numel // world_size)
 
 

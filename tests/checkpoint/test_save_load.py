@@ -12,6 +12,7 @@ import sys
 import threading
 import zlib
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import nn
 
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
+from zero3.beside.dcp import load_dcp, save_dcp
 from zero3.checkpoint.convert import main
 from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.formats import from_tensors
@@ -338,6 +340,112 @@ def test_a_rank_writes_its_shards_and_nothing_else(tmp_path):
             assert (last[len(last) - flat["padding"] :] == 0).all()
 
 
+class Unused(nn.Module):
+    """A layer with a parameter of one element that no loss uses"""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.gate = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def saves_unused(folder):
+    """The moments and the weights in files, of a layer with one parameter that is not stepped"""
+    model = Zero3Sequential([Zero3Layer(Unused())])
+    optimizer = Zero3Optimizer(model)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save(folder, model, optimizer, step=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_element_without_a_state_is_saved_beside_others_with_one(tmp_path, world_size):
+    """
+    It is a piece by itself, whose moments are zeros in the file. Breaks where the bytes of these
+    zeros, one element with the stride 0, cannot be seen.
+    Proves `Writer.write`, `Entries.values`, `bytes_of`.
+    """
+    run(saves_unused, world_size, tmp_path)
+    checkpoint = CheckpointReader(newest(tmp_path))
+    gate = next(param for param in checkpoint.params if param.name == "0.gate")
+    assert not gate.states["moments"]
+    assert [checkpoint.read(gate, key, 0, 1).item() for key in ("param", "exp_avg")] == [1, 0]
+
+
+class Empty(nn.Module):
+    """A layer whose only parameter has no elements"""
+
+    def __init__(self):
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, 2))
+
+    def forward(self, x):
+        return x + self.empty.sum()
+
+
+def without_elements(folder, torchs, kind):
+    """The weights, one step after a save and one step after a load into new layers"""
+    saves, loads = {"ours": (partial(save, step=1), load), "dcp": (save_dcp, load_dcp)}[kind]
+    after = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = Zero3Sequential([Zero3Layer(nn.Linear(2, 2)), Zero3Layer(Empty())])
+        optimizer = (torch.optim.AdamW(model.parameters(), lr=0.1) if torchs
+                     else Zero3Optimizer(model, lr=0.1))
+        for saved in (seed, 1):
+            if saved:
+                (loads if seed else saves)(folder, model, optimizer)
+            model(torch.ones(1, 2)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after.append(weights(model))
+    return after
+
+
+@pytest.mark.parametrize("kind", ["ours", "dcp"])
+@pytest.mark.parametrize("torchs", [True, False])
+def test_a_layer_without_elements_is_saved_and_loaded(tmp_path, torchs, kind):
+    """
+    With an optimizer of torch's, which has states of such a shard, and with ours, which has none.
+    Breaks where the checkpoint is written with states of no parameter, and cannot be read.
+    Proves `Entries.describe`, `Entries._take_states`, `CheckpointReader._check`.
+    """
+    for one, other in run(without_elements, 2, tmp_path, torchs, kind):
+        assert same(one, other)
+
+
+def padding_only(folder, make, kind):
+    """The data types of the states after a save, a load and a step, on a rank without elements"""
+    model = Zero3Sequential([Zero3Layer(nn.Linear(1, 1, bias=False).bfloat16())])
+    options = {"momentum": 0.9} if make == torch.optim.SGD else {}
+    optimizer = Zero3Optimizer(model, make, lr=0.1, **options)
+    saves, loads = {"ours": (partial(save, step=1), load), "dcp": (save_dcp, load_dcp)}[kind]
+    for saved in (False, True):
+        if saved:
+            saves(folder, model, optimizer)
+            loads(folder, model, optimizer)
+        optimizer.backward(model(torch.ones(1, 1, dtype=BF16)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    (state,) = optimizer.state.values()
+    return {key: value.dtype for key, value in state.items()}
+
+
+@pytest.mark.parametrize("kind", ["ours", "dcp"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_rank_of_padding_alone_loads_moments_of_the_same_type(tmp_path, make, kind):
+    """
+    One weight in bf16 on two ranks: the second one reads nothing, and its moments are of fp32 too.
+    Breaks where they are of the type of the shard, so that its step fails or loses digits.
+    Proves `Entries.shard`.
+    """
+    one, other = run(padding_only, 2, tmp_path, make, kind)
+    assert one == other and {*other.values()} == {FP32}
+
+
 def test_a_range_of_a_parameter_is_read_from_its_own_blocks(tmp_path, monkeypatch):
     """
     The bound in `tensor_files.py`: n bytes are in n / 2^20 blocks, rounded up, and one more. Breaks
@@ -536,6 +644,7 @@ def test_the_newest_are_kept_and_a_step_may_be_saved_again(tmp_path):
     {"__tuple__": 1}, Counter({30: 1}),
     torch.tensor(0.001), torch.arange(6, dtype=torch.int16).view(2, 3),
     torch.tensor([True, False]), torch.empty(0, 2), {("a", 1): [torch.zeros(2, dtype=BF16)]},
+    torch.tensor(1.0).expand(1),
 ])
 def test_small_things_come_back_as_they_were(value):
     """

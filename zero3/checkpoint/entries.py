@@ -256,8 +256,9 @@ class Entries(Named):
             states: list[StatesEntry] = []
             for piece in flat.pieces:
                 moments, others = self.state_of(piece.param)
-                # An optimizer has no state for a parameter that it has not stepped yet.
-                if moments or others:
+                # An optimizer has no state for a parameter that it has not stepped yet. One of
+                # torch's has states of a shard without elements, which are of no parameter.
+                if piece.positions and (moments or others):
                     keys |= {key: type_name(value.dtype)
                              for key, value in moments.items()}
                     scalars = {key: encode(value, key)
@@ -540,25 +541,31 @@ class Entries(Named):
         * `where` is a range of the shard; left out, the whole shard
 
         Returns `(where.stop - where.start,)`. The padding is zero (invariant I5), and so are
-        moments that a param group does not have.
+        moments that a param group does not have. A rank that has nothing but padding gets the data
+        type that the other ranks read.
         """
         shard = flat.parameter.shard
         where = where or slice(0, len(shard))
         first = self.comm.rank * len(shard) + where.start
         last = self.comm.rank * len(shard) + where.stop
         values: torch.Tensor | None = None
-        for own in flat.params:
+        having = [own for own in flat.params
+                  if key in ("param", *own.found.states["moments"])]
+        for own in having:
             # The first element of the parameter in the range, which may begin inside of it.
             at = own.slot.offset - first
             begin = max(-at, 0)
             end = min(own.slot.end, last) - own.slot.offset
-            if begin < end and key in ("param", *own.found.states["moments"]):
+            if begin < end:
                 read = partial(checkpoint.read, own.found, key)
                 found = own.part.read(begin, end, read) if own.part else read(begin, end)
                 if values is None:
                     values = torch.zeros(last - first, dtype=found.dtype)
                 values[at + begin : at + end] = found
-        return torch.zeros(last - first, dtype=shard.dtype) if values is None else values
+        if values is None:
+            dtype = checkpoint.dtype(having[0].found, key) if having else shard.dtype
+            values = torch.zeros(last - first, dtype=dtype)
+        return values
 
     @torch.no_grad()
     def take(self, checkpoint: CheckpointReader, groups: dict[int, int]) -> None:
@@ -592,7 +599,7 @@ class Entries(Named):
         #### Load the optimizer states of a shard, except those of parameters stepped whole
         """
         for index, where, param, positions in flat.pieces:
-            if index in self.inner:
+            if index in self.inner or not positions:
                 continue
             # All parameters of a piece have the same state.
             own = flat.params[positions[0]]

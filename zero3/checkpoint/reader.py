@@ -69,6 +69,7 @@ from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_type
 import torch
 
 from zero3.checkpoint.tensor_files import TensorFile
+from zero3.comm.collectives import bytes_of
 from zero3.comm.parts import WeightPart
 from zero3.offload.tensors import TYPES, Broken, FileEntry, fsync_folder, type_name
 
@@ -639,7 +640,7 @@ def encode(value: object, where: str = "extra") -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
-        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        raw = bytes_of(value.cpu()).numpy().tobytes()
         return {"__tensor__": raw.hex(), "dtype": type_name(value.dtype, where),
                 "shape": [*value.shape]}
     if isinstance(value, (list, tuple)):

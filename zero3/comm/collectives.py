@@ -501,10 +501,10 @@ class Communicator(Peers):
         for group in self.sharers:
             if group.size == 1:
                 continue
-            parts = [_bytes(each) for each in part.view(group.size, -1)]
+            parts = [bytes_of(each) for each in part.view(group.size, -1)]
             part = part.new_empty(len(part) // group.size)
             if len(part):
-                group.together("first values", dist.scatter, _bytes(part),
+                group.together("first values", dist.scatter, bytes_of(part),
                                parts if group.rank == 0 else None, group_src=0)
         self._broadcast(self.replicas, part)
         return part
@@ -531,7 +531,7 @@ class Communicator(Peers):
                 tensor.copy_(parts[0])
             return
         whole = tensor.detach().contiguous()
-        group.together("values", dist.broadcast, _bytes(whole), group_src=source)
+        group.together("values", dist.broadcast, bytes_of(whole), group_src=source)
         # Those of the source do not count as written.
         if group.rank != source:
             tensor.detach().copy_(whole)
@@ -777,6 +777,12 @@ def as_receive_buffer(buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return grad.new_empty(0).set_(buffer.untyped_storage(), 0, grad.shape, (1,))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # gloo's collectives do not know every data type, but they know bytes.
-    return tensor.reshape(-1).view(torch.uint8)
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """
+    #### The bytes of a tensor, `(nbytes,)`: its own memory, if it is contiguous
+
+    gloo's collectives do not know every data type, but they know bytes. The stride is written out,
+    because torch also calls a tensor of one element contiguous whose stride is 0.
+    """
+    flat = tensor.detach().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

@@ -40,6 +40,7 @@ from zero3.comm.collectives import (
     Communicator,
     all_gather_single,
     all_to_all_single,
+    bytes_of,
     reduce_scatter_single,
 )
 from zero3.comm.order import Counted, Group
@@ -222,7 +223,7 @@ class Line:
         if self.compared or self.size == 1:
             return
         self.compared = True
-        raw = [value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        raw = [bytes_of(value.cpu())
                for value in (*values, torch.get_rng_state())
                if isinstance(value, torch.Tensor) and value.numel()]
         *inputs, numbers = [zlib.crc32(each.numpy().tobytes())

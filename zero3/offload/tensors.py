@@ -39,6 +39,7 @@ from typing import TypedDict
 
 import torch
 
+from zero3.comm.collectives import bytes_of
 from zero3.guards.command_line import one_line
 from zero3.offload.disk import File, aligned, whole_blocks
 
@@ -171,7 +172,7 @@ class Writer:
 
         Raises `OSError` if an earlier piece could not be written.
         """
-        rest = values.detach().contiguous().view(-1).view(torch.uint8)
+        rest = bytes_of(values)
         while len(rest):
             room = self.piece[self.filled_bytes :][: len(rest)]
             room.copy_(rest[: len(room)])

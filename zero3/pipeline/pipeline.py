@@ -56,7 +56,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from zero3.comm.collectives import ALONE, Communicator
+from zero3.comm.collectives import ALONE, Communicator, bytes_of
 from zero3.comm.mesh import groups_of
 from zero3.comm.order import Counted
 from zero3.guards.freed import FreedParameter
@@ -695,10 +695,9 @@ def _checksum(leaves: list[object]) -> int:
     found = 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.numel():
-            rows = leaf.detach().contiguous().view(len(leaf) if leaf.dim() else 1, -1)
-            coded = rows.view(torch.uint8)
-            places = torch.arange(1, coded.shape[1] + 1, device=coded.device)
-            sums = (coded * places).sum(dim=1).cpu()
+            rows = bytes_of(leaf).view(len(leaf) if leaf.dim() else 1, -1)
+            places = torch.arange(1, rows.shape[1] + 1, device=rows.device)
+            sums = (rows * places).sum(dim=1).cpu()
             found = zlib.crc32(sums.numpy().tobytes(), found)
     return found
 
