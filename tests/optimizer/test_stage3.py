@@ -217,6 +217,31 @@ def test_gradients_are_divided_summed_and_accumulated_in_reduce_dtype():
             assert any((grad != grad.bfloat16()).any() for grad in found[0][1])
 
 
+class Sum(nn.Module):
+    """Multiplies by the sum of its weights, whatever their data type."""
+
+    def __init__(self, numel, dtype):
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(numel, dtype=dtype))
+
+    def forward(self, x):
+        return x * (1 + self.weights.to(x.dtype).sum())
+
+
+def test_layers_of_two_data_types_share_the_scratch_memory():
+    """
+    Its 12 bytes hold three fp32 numbers or one of fp64, whose gradients arrive in bf16. Breaks
+    where all 12 bytes are viewed as fp64.
+    Proves `Zero3Optimizer._update`.
+    """
+    model = shard([Sum(3, FP32), Sum(1, torch.double)])
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.5, reduce_dtype=BF16)
+    assert optimizer._scratch_bytes == 12
+    optimizer.backward(model(torch.ones(())))
+    assert optimizer.step() == pytest.approx(2)
+    assert [shard.tolist() for shard in model.get_trainable_chunk()] == [[-0.5] * 3, [-0.5]]
+
+
 def all_cases():
     def build(model, **options):
         return Zero3Optimizer(model, bucket_bytes=800, **options)

@@ -769,8 +769,9 @@ class Zero3Optimizer(Stepper):
                     if grad.dtype != master.dtype:
                         # All shards use this memory, one after the other. Keeping all fp32
                         # gradients would take 4 more bytes per parameter.
-                        wide = scratch[master.device].view(master.dtype)
-                        grad = wide[where.start : where.stop].copy_(grad)
+                        nbytes = where.stop * master.itemsize
+                        wide = scratch[master.device][:nbytes].view(master.dtype)
+                        grad = wide[where.start:].copy_(grad)
                     if factor != 1:
                         # In place, so a gradient that was wide enough is used up after this.
                         grad.mul_(factor)
