@@ -182,6 +182,48 @@ def test_what_cannot_be_sharded_is_refused_with_the_cure():
         Zero3Sequential([layer, nn.ReLU()])
 
 
+class Aliased(nn.Module):
+    """A parameter and a buffer with its memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("seen", self.weight.data[1:])
+
+
+def test_parameters_with_the_memory_of_others_are_refused():
+    """
+    Two parameters, and a parameter and a buffer. Breaks where each gets memory of its own without a
+    word, and trains on its own. One parameter with two names, columns of one matrix, and buffers
+    with one memory are fine.
+    Proves `check_memory`, `_overlap`, `check_module`.
+    """
+    def two():
+        return nn.Sequential(linear(), linear())
+
+    shared = two()
+    shared[1].weight.data = shared[0].weight.data
+    for make in (lambda: Zero3Layer(shared), lambda: wrap(shared, nn.Linear)):
+        text = message(make)
+        assert "rank 0" in text and "`0.weight`" in text and "`1.weight`" in text
+        assert "memory of its own" in text and "b.weight = a.weight" in text
+    # What was refused has changed nothing.
+    assert shared(torch.ones(1, WIDTH)).shape == (1, WIDTH)
+    assert "`seen`" in message(lambda: Zero3Layer(Aliased()))
+    tied = two()
+    tied[1].weight = tied[0].weight
+    columns = two()
+    matrix = torch.randn(WIDTH, 2 * WIDTH)
+    for i, half in enumerate(matrix.chunk(2, dim=1)):
+        columns[i].weight = nn.Parameter(half)
+        columns[i].register_buffer("one", torch.ones(2))
+        columns[i].register_buffer("other", columns[i].one[:1])
+    for fine in (tied, columns):
+        expected = fine(torch.ones(1, WIDTH))
+        # Not the same bits, because columns are multiplied in another order.
+        torch.testing.assert_close(Zero3Layer(fine)(torch.ones(1, WIDTH)), expected)
+
+
 def test_a_layer_that_was_converted_after_wrapping_is_refused():
     """
     Its shard is of another data type than the buffer that the ranks gather into. Breaks where the

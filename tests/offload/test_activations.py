@@ -537,6 +537,46 @@ def test_a_weight_of_another_unit_stays(tmp_path):
         assert moved(tape, "activations out") == [("1", ONE), ("2", ONE), ("3", ONE)]
 
 
+class Reads(nn.Module):
+    """Ends with the weight of a module that is not inside"""
+
+    def __init__(self, outside):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.outside = [outside]
+
+    def forward(self, x):
+        return nn.functional.linear(self.up(x), self.outside[0].weight).tanh()
+
+
+class Borrows(nn.Sequential):
+    """Begins with the weight of its first layer"""
+
+    def forward(self, x):
+        return super().forward(nn.functional.linear(x, self[0].weight))
+
+
+@pytest.mark.parametrize("lends", ["the root", "a unit that the root uses"])
+def test_a_weight_that_is_open_already_stays(lends, tmp_path):
+    """
+    Two units read a weight of the root, or of the unit before them that the root also uses. It is
+    open when they come, so nobody notes that they use it. Breaks if they take it for an activation:
+    the third forward would free memory that is in flight.
+    Proves `Forward.pack`, `wrap`.
+    """
+    first = nn.Linear(WIDTH, WIDTH)
+    layers = [first, Reads(first), Reads(first)]
+    if lends == "the root":
+        model = wrap(nn.Sequential(*layers), Reads, activations=to_files(tmp_path))
+    else:
+        model = wrap(Borrows(*layers), (Reads, nn.Linear), activations=to_files(tmp_path))
+    for _ in range(3):
+        with Ledger(model) as tape:
+            loss = model(batch()).sum()
+    loss.backward()
+    assert {nbytes for _, nbytes in moved(tape, "activations out")} <= {ONE, 2 * ONE, 3 * ONE}
+
+
 def test_small_storages_stay(tmp_path):
     """
     By default below a quarter of a MiB.

@@ -4,6 +4,7 @@
 
 import copy
 import math
+import pickle
 from contextlib import nullcontext
 
 import pytest
@@ -215,6 +216,31 @@ def test_gradients_are_divided_summed_and_accumulated_in_reduce_dtype():
         if reduce_dtype is FP32:
             # And it makes a difference.
             assert any((grad != grad.bfloat16()).any() for grad in found[0][1])
+
+
+class Sum(nn.Module):
+    """Multiplies by the sum of its weights, whatever their data type."""
+
+    def __init__(self, numel, dtype):
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(numel, dtype=dtype))
+
+    def forward(self, x):
+        return x * (1 + self.weights.to(x.dtype).sum())
+
+
+def test_layers_of_two_data_types_share_the_scratch_memory():
+    """
+    Its 12 bytes hold three fp32 numbers or one of fp64, whose gradients arrive in bf16. Breaks
+    where all 12 bytes are viewed as fp64.
+    Proves `Zero3Optimizer._update`.
+    """
+    model = shard([Sum(3, FP32), Sum(1, torch.double)])
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.5, reduce_dtype=BF16)
+    assert optimizer._scratch_bytes == 12
+    optimizer.backward(model(torch.ones(())))
+    assert optimizer.step() == pytest.approx(2)
+    assert [shard.tolist() for shard in model.get_trainable_chunk()] == [[-0.5] * 3, [-0.5]]
 
 
 def all_cases():
@@ -983,6 +1009,10 @@ class Stray(nn.Module):
         self.inner, self.scale = Zero3Layer(nn.Linear(2, 2)), nn.Parameter(torch.ones(()))
 
 
+def forgets(name, p):
+    """A function without `return`."""
+
+
 @pytest.mark.parametrize("what, make", {
     "is not elementwise": lambda m: Zero3Optimizer(m, torch.optim.Muon),
     "scale of zero": lambda m: Zero3Optimizer(m, loss_scale=0.0),
@@ -994,12 +1024,26 @@ class Stray(nn.Module):
     "not wrapped": lambda m: Zero3Optimizer(nn.Linear(2, 2)),
     "frozen": lambda m: Zero3Optimizer(Zero3Layer(freeze(nn.Linear(2, 2)))),
     "stray parameter": lambda m: Zero3Optimizer(Stray()),
+    "parameters": lambda m: Zero3Optimizer(m.parameters()),
+    "an optimizer": lambda m: Zero3Optimizer(m, torch.optim.AdamW(m.parameters())),
+    "a name of a class": lambda m: Zero3Optimizer(m, "adamw"),
+    "a dict of groups": lambda m: Zero3Optimizer(m, group_by={"weight": {"lr": 0.1}}),
+    "no options": lambda m: Zero3Optimizer(m, group_by=lambda name, p: None),
+    "no options of whole parameters": lambda m: Zero3Optimizer(
+        m, torch.optim.Adafactor, group_by=forgets),
+    "no state": lambda m: Zero3Optimizer(m).load_state_dict({}),
+    "a plain state": lambda m: Zero3Optimizer(m).load_state_dict(
+        torch.optim.AdamW(m.parameters()).state_dict()),
+    "a copy": lambda m: copy.copy(Zero3Optimizer(m)),
+    "a deep copy": lambda m: copy.deepcopy(Zero3Optimizer(m)),
+    "a pickle": lambda m: pickle.dumps(Zero3Optimizer(m)),
 }.items())
 def test_what_cannot_work_is_refused_by_name(what, make):
     """
     Each error names rank, what was expected, what was found and what to do.
-    Proves `Zero3Optimizer._check_model`, `Zero3Optimizer._check_arguments`,
-    `Named.expect`, `stray`.
+    Proves `Zero3Optimizer._check_kinds`, `Zero3Optimizer._check_model`,
+    `Zero3Optimizer._check_arguments`, `Zero3Optimizer._members`, `Zero3Optimizer.load_state_dict`,
+    `Zero3Optimizer.__reduce_ex__`, `Named.expect`, `stray`.
     """
     with pytest.raises(RuntimeError, match=r"rank 0: the optimizer .*Expected.*Got.*What to do"):
         make(Zero3Layer(nn.Linear(2, 2)))

@@ -26,6 +26,7 @@ from torch import nn
 
 from zero3.guards.guarded import Guarded, is_sharded, own_modules
 from zero3.guards.options import expect
+from zero3.guards.placement import check_memory
 
 # Properties and methods that read no element.
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
@@ -52,7 +53,8 @@ def check_module(owner: Guarded, module: nn.Module) -> None:
     """
     ## Refuse what cannot be sharded
 
-    Raises `TypeError` if it is no module, and `RuntimeError` if some of it is sharded already.
+    Raises `TypeError` if it is no module, and `RuntimeError` if some of it is sharded already, or
+    if two parameters share memory.
     """
     expect(isinstance(module, nn.Module), "Zero3Layer", "a module", module,
            "pass the layer itself, and not its class", TypeError)
@@ -61,6 +63,7 @@ def check_module(owner: Guarded, module: nn.Module) -> None:
         for name, value in (*vars(child).items(), *child._parameters.items()):
             owner.expect(not isinstance(value, FreedParameter), f"cannot shard `{prefix}{name}`",
                          "a parameter of this layer alone", value, owner.cure)
+    check_memory(owner, module)
 
 
 class FreedParameter(nn.Parameter):

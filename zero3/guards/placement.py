@@ -1,7 +1,8 @@
 r"""
 # Placement: the same parameters on every rank, on the right device
 
-`check_params` looks at a layer before it is sharded.
+`check_params` looks at a layer before it is sharded, and `check_memory` at the memory of its
+parameters.
 
 Take a module that was built in another order on rank 1:
 
@@ -22,19 +23,21 @@ rank draws a number while the ranks compare, and all later announcements contain
 **Run this**: `python -m docs.mutations no-comparison` shows what happens without the comparison.
 
 **Not covered, and what that costs**: two ranks that share one accelerator; NCCL reports these.
+Parameters of one memory in two layers of a chain: each trains on its own.
 """
 
 from __future__ import annotations
 
 import secrets
+from itertools import combinations
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero3.guards.guarded import Sharers
-from zero3.guards.options import expect, same
+from zero3.guards.guarded import Sharers, own_modules
+from zero3.guards.options import Named, expect, same
 
 Params = dict[nn.Parameter, tuple[str, ...]]
 
@@ -71,6 +74,45 @@ def check_params(comm: Sharers,
     if at.type != "cpu":
         at = check_device(comm, who, at)
     return at, compare_params(comm, who, params)
+
+
+def check_memory(owner: Named, module: nn.Module) -> None:
+    """
+    ## Refuse a parameter that shares memory with another one, or with a buffer
+
+    Sharded, each has memory of its own, and they would no longer be equal after a step. Two names
+    of one parameter are fine. Raises `RuntimeError`.
+    """
+    stored: dict[tuple[int, int], dict[torch.Tensor, str]] = {}
+    for prefix, child in own_modules(module):
+        for name, t in (*child._parameters.items(), *child._buffers.items()):
+            if t is None or type(t) not in (nn.Parameter, torch.Tensor) or t.is_meta:
+                continue
+            if t.layout == torch.strided and t.numel():
+                storage = (t.untyped_storage()._cdata, t.itemsize)
+                stored.setdefault(storage, {}).setdefault(t, prefix + name)
+    for tensors in stored.values():
+        for (one, name), (other, other_name) in combinations(tensors.items(), 2):
+            is_fine = not (isinstance(one, nn.Parameter) or isinstance(other, nn.Parameter))
+            owner.expect(is_fine or not _overlap(one, other), f"cannot shard `{name}`",
+                         "a parameter with memory of its own", f"that of `{other_name}`", "assign "
+                         "the parameter itself, `b.weight = a.weight`, or a copy of its values")
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """
+    #### Whether two tensors in a storage have an element in common
+
+    Columns of a matrix may lie between each other.
+    """
+    firsts = [int(t.storage_offset()) for t in (one, other)]
+    lasts = [first + sum((n - 1) * step for n, step in zip(t.size(), t.stride(), strict=True))
+             for t, first in zip((one, other), firsts, strict=True)]
+    if max(firsts) > min(lasts):
+        return False
+    every = torch.arange(max(lasts) + 1)
+    places = [every.as_strided(t.size(), t.stride(), t.storage_offset()) for t in (one, other)]
+    return bool(torch.isin(*places).any())
 
 
 def compare_params(comm: Sharers,

@@ -189,8 +189,12 @@ class Forward:
         if not is_plain or tensor.device != self.layer.device:
             return True
         is_small = tensor.untyped_storage().nbytes() < max(1, self.activations.below_bytes)
-        # Parameters of other units. A unit learns while it computes whose parameters it uses.
-        borrowed = (_storage_of(flat.full) for unit in getattr(self.layer, "externals", ())
+        # Parameters of other units. A unit learns while it computes whose parameters it uses. What
+        # the units around it use is open, so nobody notices its use here.
+        around = (self.layer, *getattr(self.layer, "outside", ()))
+        borrowed = (_storage_of(flat.full)
+                    for each in around
+                    for unit in (each, *getattr(each, "externals", ()))
                     for flat in unit.flats)
         key = _storage_of(tensor)
         return is_small or key in self.own or key in borrowed

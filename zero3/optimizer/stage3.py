@@ -101,7 +101,7 @@ from zero3.optimizer.whole import (
     class_name,
     looks_at,
 )
-from zero3.sharded import ShardedModel
+from zero3.sharded import ShardedModel, comm_of
 
 # A dynamic loss scale starts here.
 _FIRST_SCALE = 65536.0
@@ -159,6 +159,8 @@ class Zero3Optimizer(Stepper):
         argument is out of range, or if there is not enough memory. ZeRO, section 3.1. Keeps the
         invariants I1, I2 and I5 to I8.
         """
+        self.comm = comm_of(model)
+        self._check_kinds(model, optimizer_class, group_by)
         connect(model)
         paths = {module: path for path, module in model.named_modules()
                  if isinstance(module, Zero3Layer)}
@@ -170,6 +172,8 @@ class Zero3Optimizer(Stepper):
         on_device = self.offload.tier == "device" and self.layers
         self.device = self.layers[0].device if on_device else torch.device("cpu")
         self.group_by = group_by or (lambda name, param: {})
+        # Options of every parameter, but for those that `group_by` returns.
+        self.options: dict[str, object] = {}
         self.clip_grad_norm = clip_grad_norm
         self.reduce_dtype = reduce_dtype
         self.bucket_bytes = bucket_bytes
@@ -220,6 +224,22 @@ class Zero3Optimizer(Stepper):
 
     # --------------------------------------------------------------------------------------- build
 
+    def _check_kinds(self, model: object,
+                     optimizer_class: object,
+                     group_by: object) -> None:
+        """
+        #### Refuse what is no model, no class and no function, before anything changes
+        """
+        self.expect(isinstance(model, nn.Module), "cannot step this", "a sharded model",
+                    f"one {type(model).__name__}", "pass the model itself, not its parameters")
+        self.expect(callable(optimizer_class), "cannot use `optimizer_class`",
+                    "a class, for instance torch.optim.AdamW",
+                    f"one {type(optimizer_class).__name__}",
+                    "pass the class itself, and its options by name: `lr=1e-3`")
+        self.expect(group_by is None or callable(group_by), "cannot use `group_by`",
+                    "a function of a name and a parameter", f"one {type(group_by).__name__}",
+                    "pass one that returns the options of this parameter")
+
     def _check_model(self, optimizer_class: Callable[..., torch.optim.Optimizer],
                      kwargs: dict[str, Any]) -> None:
         """
@@ -233,9 +253,7 @@ class Zero3Optimizer(Stepper):
                     f"{class_name(optimizer_class)}: {looks}", "take AdamW, for instance")
         if looks == "parameter":
             # Step all parameters whole.
-            given = self.group_by
-            self.group_by = lambda name, param: {
-                "optimizer": optimizer_class, **kwargs, **given(name, param)}
+            self.options = {"optimizer": optimizer_class, **kwargs}
         check_groups(self.layers)
         names = stray(self.model)
         self.expect(not names, "would miss parameters", "all in Zero3Layers, which take the mean "
@@ -325,7 +343,10 @@ class Zero3Optimizer(Stepper):
         found = []
         for slot, end in zip(flat.slots, ends, strict=True):
             name = f"{path}.{slot.names[0]}".strip(".")
-            special = self.group_by(name, slot.param)
+            returned = self.group_by(name, slot.param)
+            self.expect(isinstance(returned, dict), "cannot use `group_by`", "a dict of options",
+                        f"{returned!r}, for `{name}`", "return `{}` where no option differs")
+            special = {**self.options, **returned}
             known = not self.takes or is_whole(special) or special.keys() <= self.takes
             self.expect(known, "cannot use `group_by`",
                         f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
@@ -769,8 +790,9 @@ class Zero3Optimizer(Stepper):
                     if grad.dtype != master.dtype:
                         # All shards use this memory, one after the other. Keeping all fp32
                         # gradients would take 4 more bytes per parameter.
-                        wide = scratch[master.device].view(master.dtype)
-                        grad = wide[where.start : where.stop].copy_(grad)
+                        nbytes = where.stop * master.itemsize
+                        wide = scratch[master.device][:nbytes].view(master.dtype)
+                        grad = wide[where.start:].copy_(grad)
                     if factor != 1:
                         # In place, so a gradient that was wide enough is used up after this.
                         grad.mul_(factor)
@@ -873,6 +895,10 @@ class Zero3Optimizer(Stepper):
         are more or fewer param groups; then nothing has changed. Raises torch's `ValueError` if the
         param groups have other parameters.
         """
+        self.expect("masters" in state_dict, "cannot load this state", "one that `state_dict` of a "
+                    "Zero3Optimizer has returned", f"one of {sorted(map(str, state_dict))}",
+                    "take it from a Zero3Optimizer; a plain run goes on by `from_dcp` and "
+                    "`zero3.load`")
         masters = state_dict["masters"]
         # A file of an earlier version does not say whose it is.
         place = state_dict.get("place", self._place)
@@ -906,6 +932,16 @@ class Zero3Optimizer(Stepper):
         if self.dynamic:
             # This run has chosen whether to scale. A dynamic scale continues from the saved one.
             self.loss_scale = state_dict["loss_scale"]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """
+        ### Refuse `copy.copy`, `copy.deepcopy`, `pickle` and `torch.save`
+
+        A copy would step the shards, and the layers would know the original alone.
+        """
+        self.expect(
+            False, "cannot be copied or pickled", "one optimizer of each model", "a copy", "keep "
+            "`copy.deepcopy(optimizer.state_dict())`, or call `zero3.save`")
 
 
 def step_threads(at: torch.device,
