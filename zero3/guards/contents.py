@@ -41,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero3.guards.guarded import Guarded, is_sharded, own_modules
 from zero3.guards.options import expect
+from zero3.watch import in_backward
 
 Layer = TypeVar("Layer", bound=Guarded)
 # By name, because most of them are not installed.
@@ -152,8 +153,11 @@ class LayerGuard:
     def before_forward(self) -> None:
         """
         ### Look at the contents, and warn that autocast keeps a copy of each fp32 weight
+
+        A layer that stayed full may be recomputed before its backward begins.
         """
         self.check()
+        self._show()
         layer = self.layer
         copies = torch.is_autocast_enabled(layer.device.type) and torch.is_grad_enabled()
         if copies and any(flat.full.dtype == torch.float32 for flat in layer.flats):
@@ -167,6 +171,10 @@ class LayerGuard:
     def after_forward(self, outputs: list[torch.Tensor]) -> None:
         """
         ### Refuse an output that is a view of a parameter, because its memory is about to be freed
+
+        Then hide the parameters, also if the layer stays full: until its backward, a use outside of
+        it is the same error as for a layer that was freed. A recomputation is followed by backward.
+        A unit of a whole model may have other users, and hides its parameters itself.
         """
         self.after_backward()
         # The address of a layer that is freed already is 0, as that of a view of it.
@@ -178,6 +186,17 @@ class LayerGuard:
                 not has_memory or tensor.untyped_storage().data_ptr() not in lent,
                 "puts out freed memory", "a tensor of its own",
                 f"a view of a parameter, {tensor.shape}", "clone it")
+        if self.layer.is_fetched and not (self.layer.users or in_backward()):
+            for flat in self.layer.flats:
+                flat.hide()
+
+    def _show(self) -> None:
+        """
+        #### Show the parameters again, if the layer has stayed full
+        """
+        if self.layer.is_fetched:
+            for flat in self.layer.flats:
+                flat.show()
 
     def before_backward(self, versions: tuple[int, ...]) -> None:
         """
@@ -189,6 +208,7 @@ class LayerGuard:
             "a backward pass that is itself recorded: a gradient penalty, for instance, or "
             "a Hessian", "compute it in `with model.full_params():`")
         self.refuse_old_calls(versions)
+        self._show()
 
     def refuse_old_calls(self, versions: tuple[int, ...]) -> None:
         """
