@@ -315,7 +315,7 @@ class Zero3Layer(Sharded):
         self.fetch_params()
         self._wait_params()
         self.listener.record(self, "compute")
-        call = Call(self.shard_versions())
+        call = Call(self.shard_versions(), self.is_full_elsewhere)
         try:
             args, kwargs = self.watch.inputs(call, args, kwargs)
             # While it runs, `module.parameters()` yields the full parameters.
@@ -356,7 +356,7 @@ class Zero3Layer(Sharded):
 
         Unshard again, and prefetch the layer that backward reaches next.
         """
-        self.guard.before_backward(call.versions)
+        self.guard.before_backward(call)
         self._settle_at_end_of_backward()
         if self.watch.enter(call):
             self.listener.record(self, "compute")

@@ -41,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero3.guards.guarded import Guarded, is_sharded, own_modules
 from zero3.guards.options import expect
-from zero3.watch import in_backward
+from zero3.watch import Call, in_backward
 
 Layer = TypeVar("Layer", bound=Guarded)
 # By name, because most of them are not installed.
@@ -198,16 +198,23 @@ class LayerGuard:
             for flat in self.layer.flats:
                 flat.show()
 
-    def before_backward(self, versions: tuple[int, ...]) -> None:
+    def before_backward(self, call: Call) -> None:
         """
         ### Refuse a backward pass that is itself recorded, because a second one would follow it
+
+        Inside of `full_params()` the parameters have other memory. What autograd saved outside of
+        it is freed.
         """
+        self.layer.expect(
+            call.is_elsewhere or not self.layer.is_full_elsewhere, "cannot go backward here",
+            "backward outside of `full_params()`, where its forward was", "backward inside",
+            "go backward before `with model.full_params():`, or compute the forward pass in it")
         recorded = torch.is_grad_enabled() and not self.layer.is_full_elsewhere
         self.layer.expect(
             not recorded, "cannot go backward twice", "backward without `create_graph`",
             "a backward pass that is itself recorded: a gradient penalty, for instance, or "
             "a Hessian", "compute it in `with model.full_params():`")
-        self.refuse_old_calls(versions)
+        self.refuse_old_calls(call.versions)
         self._show()
 
     def refuse_old_calls(self, versions: tuple[int, ...]) -> None:
