@@ -357,7 +357,7 @@ def test_a_layer_may_be_frozen_and_thawed_after_wrapping(tier, tmp_path):
     assert "layer 0" in (text := message(late.step)) and "freeze afterwards" in text
 
 
-# ---------------------------------------------------------- inputs whose gradients say something else
+# -------------------------------------------------- inputs whose gradients say something else
 
 
 class Force(nn.Module):

@@ -41,7 +41,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zero3.guards.guarded import Guarded, is_sharded, own_modules
 from zero3.guards.options import expect
-from zero3.watch import Call, in_backward
 
 Layer = TypeVar("Layer", bound=Guarded)
 # By name, because most of them are not installed.
@@ -168,12 +167,12 @@ class LayerGuard:
                 "the layers with `.bfloat16()` before wrapping and let `Zero3Optimizer` keep fp32 "
                 "masters.", stacklevel=4)
 
-    def after_forward(self, outputs: list[torch.Tensor]) -> None:
+    def after_forward(self, outputs: list[torch.Tensor], recompute: bool) -> None:
         """
         ### Refuse an output that is a view of a parameter, because its memory is about to be freed
 
         Then hide the parameters, also if the layer stays full: until its backward, a use outside of
-        it is the same error as for a layer that was freed. A recomputation is followed by backward.
+        it is the same error as for a freed layer. Backward follows a recomputation at once.
         A unit of a whole model may have other users, and hides its parameters itself.
         """
         self.after_backward()
@@ -186,7 +185,7 @@ class LayerGuard:
                 not has_memory or tensor.untyped_storage().data_ptr() not in lent,
                 "puts out freed memory", "a tensor of its own",
                 f"a view of a parameter, {tensor.shape}", "clone it")
-        if self.layer.is_fetched and not (self.layer.users or in_backward()):
+        if self.layer.is_fetched and not (self.layer.users or recompute):
             for flat in self.layer.flats:
                 flat.hide()
 
@@ -198,15 +197,15 @@ class LayerGuard:
             for flat in self.layer.flats:
                 flat.show()
 
-    def before_backward(self, call: Call) -> None:
+    def before_backward(self, versions: tuple[int, ...], was_elsewhere: bool) -> None:
         """
         ### Refuse a backward pass that is itself recorded, because a second one would follow it
 
-        Inside of `full_params()` the parameters have other memory. What autograd saved outside of
-        it is freed.
+        * `was_elsewhere` says that forward was inside of `full_params()`, where the parameters have
+          other memory; what autograd saved outside is freed there
         """
         self.layer.expect(
-            call.is_elsewhere or not self.layer.is_full_elsewhere, "cannot go backward here",
+            was_elsewhere or not self.layer.is_full_elsewhere, "cannot go backward here",
             "backward outside of `full_params()`, where its forward was", "backward inside",
             "go backward before `with model.full_params():`, or compute the forward pass in it")
         recorded = torch.is_grad_enabled() and not self.layer.is_full_elsewhere
@@ -214,7 +213,7 @@ class LayerGuard:
             not recorded, "cannot go backward twice", "backward without `create_graph`",
             "a backward pass that is itself recorded: a gradient penalty, for instance, or "
             "a Hessian", "compute it in `with model.full_params():`")
-        self.refuse_old_calls(call.versions)
+        self.refuse_old_calls(versions)
         self._show()
 
     def refuse_old_calls(self, versions: tuple[int, ...]) -> None:
