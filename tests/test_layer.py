@@ -153,7 +153,7 @@ def test_a_freed_parameter_raises_by_name_wherever_it_is_touched():
 def test_what_cannot_be_sharded_is_refused_with_the_cure():
     """
     Each error names the rank, the layer, the parameter, what was expected and got, what to do. A
-    gradient from before wrapping would be added to the first one, and no `zero_grad` would reach it.
+    gradient from before wrapping would be added to the first one, and no `zero_grad` reaches it.
     Proves `find_params`, `check_params`, `check_module`, `Zero3Sequential.__init__`,
     `Communicator.__init__`,
     `Communicator.open`,
@@ -496,7 +496,7 @@ def test_a_walk_that_stops_early_leaves_nothing_fetched():
 
 
 def several_chains(ours):
-    """Two chains with one layer in common, then one of the old layers of each; and plain PyTorch."""
+    """Two chains with one layer in common, and a chain of that layer; and plain PyTorch."""
     torch.manual_seed(0)
     modules = [linear() for _ in range(3)]
     plain = copy.deepcopy(modules)

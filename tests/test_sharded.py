@@ -283,6 +283,38 @@ def test_inside_of_full_params_a_gradient_penalty_is_that_of_plain_pytorch(kind)
     assert max(run(penalised, 2, kind)) < 1e-12
 
 
+@pytest.mark.parametrize("kind", ["chain", "wrap"])
+def test_backward_inside_of_full_params_needs_its_forward_there(kind):
+    """
+    What autograd saved outside is freed by then. Backward outside is right wherever the forward
+    was. Breaks without the check of `is_elsewhere`, with an error of torch's about a storage.
+    Proves `LayerGuard.before_backward`, `Call`.
+    """
+    torch.manual_seed(0)
+    modules = nn.Sequential(linear(), linear())
+    plain = copy.deepcopy(modules)
+    model = (Zero3Sequential([Zero3Layer(m) for m in modules]) if kind == "chain" else
+             wrap(modules, nn.Linear))
+    x = torch.ones(1, WIDTH)
+
+    def inside():
+        loss = model(x).sum()
+        with model.full_params():
+            loss.backward()
+
+    text = message(inside)
+    assert "cannot go backward here" in text and "`full_params()`" in text
+    model.zero_grad()
+    with model.full_params():
+        model(x).sum().backward()
+        loss = model(x).sum()
+    loss.backward()
+    plain(x).sum().backward()
+    expected = torch.cat([p.grad.view(-1) for p in plain.parameters()])
+    found = torch.cat([p.grad for p in model.get_trainable_chunk()])
+    torch.testing.assert_close(found, 2 * expected)
+
+
 # -------------------------------------------------------------------------------- frozen, thawed
 
 
@@ -323,7 +355,7 @@ def test_a_layer_may_be_frozen_and_thawed_after_wrapping(tier, tmp_path):
     assert "layer 0" in (text := message(late.step)) and "freeze afterwards" in text
 
 
-# ---------------------------------------------------------- inputs whose gradients say something else
+# -------------------------------------------------- inputs whose gradients say something else
 
 
 class Force(nn.Module):

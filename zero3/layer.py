@@ -315,7 +315,7 @@ class Zero3Layer(Sharded):
         self.fetch_params()
         self._wait_params()
         self.listener.record(self, "compute")
-        call = Call(self.shard_versions())
+        call = Call(self.shard_versions(), self.is_full_elsewhere)
         try:
             args, kwargs = self.watch.inputs(call, args, kwargs)
             # While it runs, `module.parameters()` yields the full parameters.
@@ -323,7 +323,7 @@ class Zero3Layer(Sharded):
                 output = self.module(*args, **kwargs)
             # A module may also keep a tensor as an attribute, an auxiliary loss for instance.
             outputs = list(tensors_in((output, self.module)))
-            self.guard.after_forward(outputs)
+            self.guard.after_forward(outputs, recompute)
             self.watch.outputs(call, outputs)
         except BaseException:
             # Checkpointing may stop a recomputation early by an exception, and backward goes on.
@@ -356,7 +356,7 @@ class Zero3Layer(Sharded):
 
         Unshard again, and prefetch the layer that backward reaches next.
         """
-        self.guard.before_backward(call.versions)
+        self.guard.before_backward(call.versions, call.is_elsewhere)
         self._settle_at_end_of_backward()
         if self.watch.enter(call):
             self.listener.record(self, "compute")

@@ -56,6 +56,7 @@ class Call:
     """
 
     versions: tuple[int, ...]  # how often each shard had been written to
+    is_elsewhere: bool  # whether it was inside `full_params`
     inputs: int = 0  # tensors that came in and need a gradient
     outputs: int = 0  # tensors that went out and need a gradient
 

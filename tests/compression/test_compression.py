@@ -632,6 +632,41 @@ def test_a_copy_follows_its_own_optimizer_and_hooks_go_with_the_model():
     assert len(after_steps) == before
 
 
+def logged(sharded):
+    """Thresholds and weights after steps, each in the life of a forward pass without backward."""
+    torch.manual_seed(0)
+    modules = [nn.Linear(6, 8), nn.Linear(8, 5)]
+    compression = compress(modules, {"*": [Prune(0.5)]})
+    model = (Zero3Sequential([Zero3Layer(m) for m in modules]) if sharded else
+             nn.Sequential(*modules))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = batches(1)[0]
+    for _ in range(2):
+        model(x).square().mean().backward()
+        kept = model(2 * x)
+        optimizer.step()
+        optimizer.zero_grad()
+        del kept
+    with torch.no_grad():
+        return [method.threshold for method in compression.methods()], model(x)
+
+
+def both_logged():
+    return logged(True), logged(False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_forward_that_is_kept_over_a_step_changes_no_threshold(ranks):
+    """
+    The last layer is whole from such a forward on, with the weights from before the step. Breaks
+    where its parameters pass for plain ones then, and the threshold is that of the old weights.
+    Proves `thresholds.layer_of`, `LayerGuard.after_forward`.
+    """
+    for (found, ours), (expected, plain) in run(both_logged, ranks):
+        assert found == expected
+        torch.testing.assert_close(ours, plain)
+
+
 def test_a_schedule_follows_the_optimizer_with_the_most_steps():
     """
     Of two optimizers for two halves, of one that takes the other's place, for frozen weights, and

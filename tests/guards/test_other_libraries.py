@@ -5,6 +5,7 @@ What others do to a module - wrap it in DDP, load a state dict, copy it, assign 
 right, or an error that says what to do.
 """
 
+import contextlib
 import copy
 import io
 import json
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run
 from tests.wholes import build, tokens
@@ -426,6 +428,50 @@ def test_a_module_sees_its_parameters_while_it_computes():
     model(torch.ones(1, 4)).sum().backward()
     assert model[0].module.seen == expected
     assert all(a is b for a, b in zip(model.parameters(), shards, strict=True))
+
+
+def between(how, model):
+    """The gradients of a chain whose last layer stays full for its backward, in some way."""
+    x = torch.ones(2, 4)
+    if how == "checkpointed with its loss":
+        # The square saves the output, so the chain is computed again before its backward begins.
+        return checkpoint(lambda x: model(x).square().sum(), x, use_reentrant=False)
+    if how == "checkpointed":
+        x.requires_grad_()
+        return checkpoint(model, x, use_reentrant=True).square().sum()
+    first = model(x).square().sum()
+    return first + model(2 * x).sum() if how == "called twice" else first
+
+
+@pytest.mark.parametrize("how", ["called once", "called twice", "checkpointed",
+                                 "checkpointed with its loss"])
+def test_the_last_layer_of_a_chain_is_closed_between_forward_and_backward(how):
+    """
+    As every other layer, though it is still whole: a use of a weight is an error, and a step in
+    between would make its values old. Breaks without `hide` after forward; or where a recomputation
+    and backward do not show the parameters again.
+    Proves I1, `LayerGuard.after_forward`, `LayerGuard.before_forward`,
+    `LayerGuard.before_backward`.
+    """
+    torch.manual_seed(0)
+    modules = [nn.Linear(4, 4), nn.Linear(4, 2)]
+    plain = nn.Sequential(*copy.deepcopy(modules))
+    model = Zero3Sequential([Zero3Layer(m) for m in modules])
+    last = model.module_list[-1]
+    between(how, plain).backward()
+    for read in (False, True):
+        loss = between(how, model)
+        assert last.is_fetched == (how != "checkpointed")
+        text = message(lambda: last.module.weight + 1)
+        assert "freed `weight`" in text
+        with model.full_params() if read else contextlib.nullcontext() as params:
+            if read:
+                assert torch.equal(params["1.weight"], plain[1].weight)
+        loss.backward()
+        assert "freed `weight`" in message(lambda: last.module.weight + 1)
+    expected = torch.cat([p.grad.view(-1) for p in plain.parameters()])
+    found = torch.cat([p.grad for p in model.parameters()])
+    torch.testing.assert_close(found, 2 * expected)
 
 
 def test_a_model_of_hugging_face_knows_its_device_and_data_type():

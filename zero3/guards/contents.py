@@ -152,8 +152,11 @@ class LayerGuard:
     def before_forward(self) -> None:
         """
         ### Look at the contents, and warn that autocast keeps a copy of each fp32 weight
+
+        A layer that stayed full may be recomputed before its backward begins.
         """
         self.check()
+        self._show()
         layer = self.layer
         copies = torch.is_autocast_enabled(layer.device.type) and torch.is_grad_enabled()
         if copies and any(flat.full.dtype == torch.float32 for flat in layer.flats):
@@ -164,9 +167,13 @@ class LayerGuard:
                 "the layers with `.bfloat16()` before wrapping and let `Zero3Optimizer` keep fp32 "
                 "masters.", stacklevel=4)
 
-    def after_forward(self, outputs: list[torch.Tensor]) -> None:
+    def after_forward(self, outputs: list[torch.Tensor], recompute: bool) -> None:
         """
         ### Refuse an output that is a view of a parameter, because its memory is about to be freed
+
+        Then hide the parameters, also if the layer stays full: until its backward, a use outside of
+        it is the same error as for a freed layer. Backward follows a recomputation at once.
+        A unit of a whole model may have other users, and hides its parameters itself.
         """
         self.after_backward()
         # The address of a layer that is freed already is 0, as that of a view of it.
@@ -178,17 +185,36 @@ class LayerGuard:
                 not has_memory or tensor.untyped_storage().data_ptr() not in lent,
                 "puts out freed memory", "a tensor of its own",
                 f"a view of a parameter, {tensor.shape}", "clone it")
+        if self.layer.is_fetched and not (self.layer.users or recompute):
+            for flat in self.layer.flats:
+                flat.hide()
 
-    def before_backward(self, versions: tuple[int, ...]) -> None:
+    def _show(self) -> None:
+        """
+        #### Show the parameters again, if the layer has stayed full
+        """
+        if self.layer.is_fetched:
+            for flat in self.layer.flats:
+                flat.show()
+
+    def before_backward(self, versions: tuple[int, ...], was_elsewhere: bool) -> None:
         """
         ### Refuse a backward pass that is itself recorded, because a second one would follow it
+
+        * `was_elsewhere` says that forward was inside of `full_params()`, where the parameters have
+          other memory; what autograd saved outside is freed there
         """
+        self.layer.expect(
+            was_elsewhere or not self.layer.is_full_elsewhere, "cannot go backward here",
+            "backward outside of `full_params()`, where its forward was", "backward inside",
+            "go backward before `with model.full_params():`, or compute the forward pass in it")
         recorded = torch.is_grad_enabled() and not self.layer.is_full_elsewhere
         self.layer.expect(
             not recorded, "cannot go backward twice", "backward without `create_graph`",
             "a backward pass that is itself recorded: a gradient penalty, for instance, or "
             "a Hessian", "compute it in `with model.full_params():`")
         self.refuse_old_calls(versions)
+        self._show()
 
     def refuse_old_calls(self, versions: tuple[int, ...]) -> None:
         """

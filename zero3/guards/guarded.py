@@ -23,7 +23,7 @@ $$\text{own modules} = \text{modules inside} - \text{sharded layers and what is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
@@ -53,6 +53,7 @@ class Guarded(nn.Module, Named):
     listener: Any  # hears what happens to it
     is_fetched = False  # from the start of an all-gather until the layer is freed
     is_full_elsewhere = False  # inside `full_params` the parameters are whole in other memory
+    users: Collection[Guarded] = ()  # in a whole model: who computes with its parameters now
 
     def fetch_for_others(self) -> bool:
         """
