@@ -295,12 +295,14 @@ class Entries(Named):
         """
         if self.optimizer is None:
             return None
+        # A run without a scale has none to go on from.
+        scale = _SCALE if getattr(self.optimizer, "scaled", False) else _SCALE[1:]
         return {
             "class": self.optimizer_class,
             "groups": [encode({"optimizer": self._class_of(i), **{
                 k: v for k, v in group.items() if k not in NOT_SAVED}}, "param group")
                 for i, group in enumerate(self.param_groups)],
-            "scale": {key: getattr(self.optimizer, key) for key in _SCALE
+            "scale": {key: getattr(self.optimizer, key) for key in scale
                       if hasattr(self.optimizer, key)},
         }
 
@@ -640,9 +642,11 @@ class Entries(Named):
                     group[key] = value
         if isinstance(self.optimizer, Zero3Optimizer):
             for key, value in saved["scale"].items():
-                # This run chose a fixed scale or none, and keeps it; a dynamic one is resumed.
-                if key != "loss_scale" or self.optimizer.dynamic:
+                if key != "loss_scale":
                     setattr(self.optimizer, key, value)
+                elif self.optimizer.dynamic:
+                    # A run that chose a fixed scale or none keeps it.
+                    self.optimizer.loss_scale = max(value, self.optimizer.scale_floor)
 
 
 def _match_groups(checkpoint: CheckpointReader, everywhere: Names) -> dict[int, int]:
