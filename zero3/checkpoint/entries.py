@@ -653,11 +653,12 @@ class Entries(Named):
                     group[key] = value
         if isinstance(self.optimizer, Zero3Optimizer):
             for key, value in saved["scale"].items():
-                if key != "loss_scale":
+                # This run chose a fixed scale or none, and keeps it; a dynamic one is resumed.
+                if key != "loss_scale" or self.optimizer.dynamic:
                     setattr(self.optimizer, key, value)
-                elif self.optimizer.dynamic:
-                    # A run that chose a fixed scale or none keeps it.
-                    self.optimizer.loss_scale = max(value, self.optimizer.scale_floor)
+            if self.optimizer.dynamic:
+                self.optimizer.loss_scale = max(self.optimizer.loss_scale,
+                                                self.optimizer.scale_floor)
 
 
 def _length(piece: Piece) -> int:
