@@ -48,8 +48,8 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 918, "beside": 427, "checkpoint": 1232, "comm": 964, "compiler": 906, "compression":
-        780, "estimate": 659, "guards": 503, "inject": 713, "offload": 915, "optimizer": 1118,
+MOST = {"": 918, "beside": 427, "checkpoint": 1242, "comm": 964, "compiler": 906, "compression":
+        780, "estimate": 659, "guards": 503, "inject": 713, "offload": 915, "optimizer": 1119,
         "pipeline": 750, "train": 897, "whole_model": 855}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1499

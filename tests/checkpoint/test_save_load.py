@@ -417,6 +417,69 @@ def test_a_layer_without_elements_is_saved_and_loaded(tmp_path, torchs, kind):
         assert same(one, other)
 
 
+class Counted(torch.optim.Optimizer):
+    """Its count of steps is a tensor of one element, and it has a moment"""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", torch.zeros(1)) + 1
+                    state["sum"] = state.get("sum", torch.zeros_like(p)) + p.grad
+                    p.sub_(group["lr"] * state["sum"] / state["step"])
+
+
+def goes_on_counted(folder, torchs, tier, step):
+    """Two steps and a save, or a load; one more step: the weights"""
+    torch.manual_seed(step)
+    layer = Zero3Layer(nn.Linear(2, 1, bias=torchs))
+    model = Zero3Sequential([layer, Zero3Layer(nn.Linear(1, 2))])
+    offload = Offload(tier, folder.parent) if tier == "nvme" else Offload(tier)
+    optimizer = (Counted(model.parameters()) if torchs
+                 else Zero3Optimizer(model, Counted, group_by=decay_of, offload=offload))
+
+    def forward():
+        model(torch.ones(1, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if step:
+        load(folder, model, optimizer)
+    else:
+        forward()
+        forward()
+        save(folder, model, optimizer, step=2)
+    forward()
+    return weights(model), {tuple(state["step"].tolist()) for state in optimizer.state.values()}
+
+
+def decay_of(name, p):
+    return {"lr": 0.1 if p.ndim > 1 else 0.05}
+
+
+@pytest.mark.parametrize("torchs, tier", [(True, "device"), (False, "device"), (False, "nvme")])
+def test_a_count_that_is_a_tensor_of_one_element_is_no_moment(tmp_path, torchs, tier):
+    """
+    On two ranks some pieces have two elements and others one, and on one rank all have more. Breaks
+    where a count is written as a moment, with fewer elements than the piece; or where it is one
+    where a piece has one element, and the next run has more there.
+    Proves `Entries.state_of`, `Entries.describe`, `_check_states`.
+    """
+    expected = run(goes_on_counted, 2, tmp_path / "run", torchs, tier, 0)
+    manifest = CheckpointReader(newest(tmp_path / "run"))
+    assert {key for flat in manifest.flats for key in flat["keys"]} == {"param", "sum"}
+    for world_size in (2, 1):
+        for at, (after, steps_after) in enumerate(
+                run(goes_on_counted, world_size, tmp_path / "run", torchs, tier, 1)):
+            assert steps_after == expected[at][1] == {(3,)}
+            assert difference(after, expected[at][0]) < 1e-6
+
+
 def padding_only(folder, make, kind):
     """The data types of the states after a save, a load and a step, on a rank without elements"""
     model = Zero3Sequential([Zero3Layer(nn.Linear(1, 1, bias=False).bfloat16())])

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tests.cases import CASES, WIDTH, PlainChain, difference, freeze, train_both
 from tests.ranks import run
-from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save
 from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.estimate.predict import predict_optimizer
 from zero3.train.gpt import GPTConfig, global_batch, gpt_layers, load_bytes, next_byte_loss
@@ -871,6 +871,37 @@ def test_a_state_does_not_decide_whether_to_scale():
         optimizer.load_state_dict(copy.deepcopy(state))
         optimizer.backward(layer(torch.ones(1, 2)).sum())
         assert optimizer.loss_scale == after and optimizer.step() == pytest.approx(6**0.5)
+
+
+def loads_scales(folder):
+    """The scales of dynamic runs with the floor 16, from what a fixed scale and none have saved"""
+    found = []
+    for saved in (None, 8.0, 1024.0):
+        model = Zero3Sequential([Zero3Layer(nn.Linear(2, 2))])
+        optimizer = Zero3Optimizer(model, loss_scale=saved)
+        save(folder / f"{saved}", model, optimizer, step=1)
+        state = optimizer.state_dict()
+        # What an earlier version has written of the same run.
+        earlier = {**state, "loss_scale": optimizer.loss_scale}
+        for one in (folder / f"{saved}", state, earlier):
+            optimizer = Zero3Optimizer(model, loss_scale="dynamic", scale_floor=16.0)
+            if isinstance(one, dict):
+                optimizer.load_state_dict(one)
+            else:
+                load(one, model, optimizer)
+            found.append(optimizer.loss_scale)
+    return found
+
+
+def test_a_loaded_scale_is_not_below_the_floor(tmp_path):
+    """
+    And a run that had no scale leaves the first scale of this one. Breaks where its 1 is taken for
+    a scale, or where a lower one than the floor is taken over.
+    Proves `Zero3Optimizer.load_state_dict`, `Zero3Optimizer.state_dict`, `Entries.options`,
+    `Entries._take_options`.
+    """
+    assert run(loads_scales, 1, tmp_path)[0] == [
+        65536, 65536, 16, 16, 16, 16, 1024, 1024, 1024]
 
 
 def test_a_second_optimizer_has_its_own_reduce_dtype():

@@ -251,11 +251,19 @@ class Entries(Named):
         ### This rank's entries for the manifest: one for each flat parameter
         """
         described: list[FlatEntry] = []
+        first_state_of = cache(self._first_state)
         for flat in self.flats:
             keys = {"param": type_name(flat.dtype)}
             states: list[StatesEntry] = []
             for piece in flat.pieces:
-                moments, others = self.state_of(piece.param)
+                moments, others = self.state_of(piece)
+                if moments and _length(piece) == 1 and piece.param not in self.spread:
+                    # A count of one element looks like a moment here, so look at a parameter of
+                    # two elements. All ranks have to find the same.
+                    first = first_state_of(piece.group_index, 1)
+                    counts = [key for key in moments
+                              if getattr(first.get(key), "shape", (2,)) != (2,)]
+                    others |= {key: moments.pop(key) for key in counts}
                 # An optimizer has no state for a parameter that it has not stepped yet. One of
                 # torch's has states of a shard without elements, which are of no parameter.
                 if piece.positions and (moments or others):
@@ -278,16 +286,19 @@ class Entries(Named):
                 "states": states})
         return described
 
-    def state_of(self, piece: nn.Parameter) -> Spread:
+    def state_of(self, piece: Piece) -> Spread:
         """
         ### The optimizer state of a piece: its moments, and the rest
+
+        A tensor of one element is a moment only in a piece of one element.
         """
-        state = self.state.get(piece, {})
+        state = self.state.get(piece.param, {})
         moments = {key: value for key, value in state.items()
-                   if isinstance(value, torch.Tensor) and value.dim() == 1}
+                   if isinstance(value, torch.Tensor) and value.dim() == 1
+                   and (len(value) != 1 or _length(piece) == 1)}
         others = {key: value for key, value in state.items()
                   if key not in moments}
-        return self.spread.get(piece, Spread(moments, others))
+        return self.spread.get(piece.param, Spread(moments, others))
 
     def options(self) -> OptimizerEntry | None:
         """
@@ -295,12 +306,14 @@ class Entries(Named):
         """
         if self.optimizer is None:
             return None
+        # A run without a scale has none to go on from.
+        scale = _SCALE if getattr(self.optimizer, "scaled", False) else _SCALE[1:]
         return {
             "class": self.optimizer_class,
             "groups": [encode({"optimizer": self._class_of(i), **{
                 k: v for k, v in group.items() if k not in NOT_SAVED}}, "param group")
                 for i, group in enumerate(self.param_groups)],
-            "scale": {key: getattr(self.optimizer, key) for key in _SCALE
+            "scale": {key: getattr(self.optimizer, key) for key in scale
                       if hasattr(self.optimizer, key)},
         }
 
@@ -379,8 +392,8 @@ class Entries(Named):
         if key == "param":
             return [(each.where, each.master) for each in here]
         zero = torch.zeros((), dtype=dtype)
-        return [(piece.where, self.state_of(piece.param).moments.get(
-                    key, zero.expand(piece.where.stop - piece.where.start)))
+        return [(piece.where, self.state_of(piece).moments.get(
+                    key, zero.expand(_length(piece))))
                 for piece in flat.pieces]
 
     @contextmanager
@@ -643,6 +656,16 @@ class Entries(Named):
                 # This run chose a fixed scale or none, and keeps it; a dynamic one is resumed.
                 if key != "loss_scale" or self.optimizer.dynamic:
                     setattr(self.optimizer, key, value)
+            if self.optimizer.dynamic:
+                self.optimizer.loss_scale = max(self.optimizer.loss_scale,
+                                                self.optimizer.scale_floor)
+
+
+def _length(piece: Piece) -> int:
+    """
+    #### The elements of a piece, also while its master is in a file
+    """
+    return piece.where.stop - piece.where.start
 
 
 def _match_groups(checkpoint: CheckpointReader, everywhere: Names) -> dict[int, int]:
@@ -701,7 +724,7 @@ def _check_states(own: Own, needed: dict[str, object]) -> None:
     for key, like in needed.items():
         value = scalars.get(key)
         # A moment of another shape than its parameter is none, and would be found here.
-        is_moment = isinstance(like, torch.Tensor) and like.dim() == 1
+        is_moment = isinstance(like, torch.Tensor) and like.shape == (2,)
         fits = not is_moment and type(value) is type(like) and _kind(value) == _kind(like)
         Broken.unless(fits or key in own.found.states["moments"],
                       f"`{own.names[0]}` has a `{key}` of {value!r:.60} there, and this optimizer "

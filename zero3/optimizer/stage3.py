@@ -874,8 +874,8 @@ class Zero3Optimizer(Stepper):
                 "place": self._place,
                 "cuts": [[param.key for param in states.params]
                          for states in self.shard_states],
-                "loss_scale": self.loss_scale, "good_steps": self.good_steps,
-                "skipped_steps": self.skipped_steps}
+                "loss_scale": self.loss_scale if self.scaled else None,
+                "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
 
     @property
     def _place(self) -> str:
@@ -929,9 +929,11 @@ class Zero3Optimizer(Stepper):
                     each.master.copy_(saved[each.where])
         self.good_steps = state_dict["good_steps"]
         self.skipped_steps = state_dict["skipped_steps"]
-        if self.dynamic:
-            # This run has chosen whether to scale. A dynamic scale continues from the saved one.
-            self.loss_scale = state_dict["loss_scale"]
+        loss_scale = state_dict["loss_scale"]
+        if self.dynamic and loss_scale is not None:
+            # This run has chosen whether to scale. A dynamic scale continues from the saved one, if
+            # there is one: an earlier version has saved 1 in a run without a scale.
+            self.loss_scale = max(loss_scale, self.scale_floor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """
