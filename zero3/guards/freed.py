@@ -26,7 +26,7 @@ from torch import nn
 
 from zero3.guards.guarded import Guarded, is_sharded, own_modules
 from zero3.guards.options import expect
-from zero3.guards.placement import check_memory
+from zero3.guards.placement import check_overlaps
 
 # Properties and methods that read no element.
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
@@ -63,7 +63,7 @@ def check_module(owner: Guarded, module: nn.Module) -> None:
         for name, value in (*vars(child).items(), *child._parameters.items()):
             owner.expect(not isinstance(value, FreedParameter), f"cannot shard `{prefix}{name}`",
                          "a parameter of this layer alone", value, owner.cure)
-    check_memory(owner, module)
+    check_overlaps(owner, module)
 
 
 class FreedParameter(nn.Parameter):

@@ -1,7 +1,7 @@
 r"""
 # Placement: the same parameters on every rank, on the right device
 
-`check_params` looks at a layer before it is sharded, and `check_memory` at the memory of its
+`check_params` looks at a layer before it is sharded, and `check_overlaps` at the memory of its
 parameters.
 
 Take a module that was built in another order on rank 1:
@@ -76,7 +76,7 @@ def check_params(comm: Sharers,
     return at, compare_params(comm, who, params)
 
 
-def check_memory(owner: Named, module: nn.Module) -> None:
+def check_overlaps(owner: Named, module: nn.Module) -> None:
     """
     ## Refuse a parameter that shares memory with another one, or with a buffer
 
