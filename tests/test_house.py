@@ -48,9 +48,9 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 929, "beside": 434, "checkpoint": 1242, "comm": 964, "compiler": 906, "compression":
-        780, "estimate": 659, "guards": 539, "inject": 714, "offload": 916, "optimizer": 1131,
-        "pipeline": 751, "train": 897, "whole_model": 857}
+MOST = {"": 931, "beside": 434, "checkpoint": 1242, "comm": 964, "compiler": 906, "compression":
+        780, "estimate": 659, "guards": 548, "inject": 714, "offload": 916, "optimizer": 1132,
+        "pipeline": 753, "train": 897, "whole_model": 857}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1499
 MOST_ANY = 290

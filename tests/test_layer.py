@@ -196,7 +196,7 @@ def test_parameters_with_the_memory_of_others_are_refused():
     Two parameters, and a parameter and a buffer. Breaks where each gets memory of its own without a
     word, and trains on its own. One parameter with two names, columns of one matrix, and buffers
     with one memory are fine.
-    Proves `check_overlaps`, `_overlap`, `check_module`.
+    Proves `check_fresh`, `_last`, `_overlap`, `check_module`.
     """
     def two():
         return nn.Sequential(linear(), linear())

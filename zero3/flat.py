@@ -249,7 +249,7 @@ class FlatParameter:
         """
         ### Give the parameters their ordinary class
 
-        A unit of a whole model that has stayed full calls only this.
+        A layer that has stayed full calls only this.
         """
         for slot in self.slots:
             slot.param.__class__ = nn.Parameter
@@ -258,8 +258,7 @@ class FlatParameter:
         """
         ### Give the parameters the class that reports every use, even if they are still gathered
 
-        A unit of a whole model that stays full calls only this, so that a use by another unit is
-        still noticed.
+        A layer that stays full calls only this, so that a use outside of it is still noticed.
         """
         for slot in self.slots:
             slot.param.__class__ = slot.freed_class

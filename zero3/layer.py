@@ -289,8 +289,8 @@ class Zero3Layer(Sharded):
         * `call` is the forward call that has ended (a record of `watch.py`); in backward there is
           none
 
-        Only hooks on outputs keep a `Call` alive. If the graph is dropped without a backward pass,
-        the weak reference fires and frees the layer.
+        Only hooks in the graph keep a `Call` alive. If it is dropped without a backward pass, the
+        weak reference fires and frees the layer.
         """
         if call is None or not self.schedule.stays_full(self, call):
             self._cleanup_params()

@@ -51,8 +51,8 @@ class Call:
     """
     ## One forward call of a layer
 
-    Only the hooks on its outputs refer to it, and `Watch.entered` while its backward runs. If the
-    graph is dropped without a backward pass, the call is freed with it.
+    Only hooks in the graph refer to it, and `Watch.entered` while its backward runs. If the graph
+    is dropped without a backward pass, the call is freed with it.
     """
 
     versions: tuple[int, ...]  # how often each shard had been written to
@@ -111,12 +111,15 @@ class Watch:
         for tensor in tensors_in(value):
             if tensor.requires_grad and torch.is_grad_enabled():
                 call.inputs += 1
-                handle = tensor.register_hook(partial(self._arrives, weakref.ref(call)))
-                # A tensor in a container may outlive the graph, and would collect hooks.
-                weakref.finalize(call, handle.remove)
+                if tensor.is_leaf:
+                    # It may outlive the graph, and would collect the hooks of all passes.
+                    handle = tensor.register_hook(partial(self._arrives, weakref.ref(call)))
+                    weakref.finalize(call, handle.remove)
+                else:
+                    tensor.register_hook(partial(self._arrives, lambda: call))
         return value
 
-    def _arrives(self, ours: weakref.ref[Call], *_) -> None:
+    def _arrives(self, ours: Callable[[], Call | None], *_) -> None:
         """
         #### The gradient of an input is complete
 

@@ -127,12 +127,12 @@ def refusals(ranks):
 
 @pytest.fixture(scope="module")
 def ours(folder):
-    return run_programs(4, on_two_ranks, 2, folder)
+    return run_programs(6, on_two_ranks, 2, folder)
 
 
 @pytest.fixture(scope="module")
 def theirs(folder, ours):
-    (found,) = run_programs(5, on_one_rank, 1, folder)
+    (found,) = run_programs(7, on_one_rank, 1, folder)
     return found
 
 

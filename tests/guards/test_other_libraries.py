@@ -439,19 +439,22 @@ def between(how, model):
     if how == "checkpointed":
         x.requires_grad_()
         return checkpoint(model, x, use_reentrant=True).square().sum()
+    if how == "written to":
+        # The output of three dimensions is a view.
+        return model(x[None]).mul_(2).sum()
     first = model(x).square().sum()
     return first + model(2 * x).sum() if how == "called twice" else first
 
 
 @pytest.mark.parametrize("how", ["called once", "called twice", "checkpointed",
-                                 "checkpointed with its loss"])
+                                 "checkpointed with its loss", "written to"])
 def test_the_last_layer_of_a_chain_is_closed_between_forward_and_backward(how):
     """
     As every other layer, though it is still whole: a use of a weight is an error, and a step in
     between would make its values old. Breaks without `hide` after forward; or where a recomputation
     and backward do not show the parameters again.
     Proves I1, `LayerGuard.after_forward`, `LayerGuard.before_forward`,
-    `LayerGuard.before_backward`.
+    `LayerGuard.before_backward`, `Guarded.fetch_for_others`.
     """
     torch.manual_seed(0)
     modules = [nn.Linear(4, 4), nn.Linear(4, 2)]
@@ -459,7 +462,8 @@ def test_the_last_layer_of_a_chain_is_closed_between_forward_and_backward(how):
     model = Zero3Sequential([Zero3Layer(m) for m in modules])
     last = model.module_list[-1]
     between(how, plain).backward()
-    for read in (False, True):
+    # Without an announcement backward goes on only with the weights that are still there.
+    for read in (False, how != "written to"):
         loss = between(how, model)
         assert last.is_fetched == (how != "checkpointed")
         text = message(lambda: last.module.weight + 1)

@@ -105,8 +105,8 @@ class Trainer(transformers.Trainer):
         plain = getattr(model, "get_base_model", lambda: model)()
         is_causal = plain._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         if self.label_smoother is not None:
-            # It compares with the next token in a causal model. transformers knows one by the name
-            # of its class, which a sharded model does not have.
+            # In a causal model the next token is the label. transformers knows one by the name of
+            # its class, which a sharded model does not have.
             self.label_smoother = partial(self.label_smoother, shift_labels=is_causal)
         self.model = shard(model)
         self.model_wrapped = self.model

@@ -307,14 +307,14 @@ class Entries(Named):
         if self.optimizer is None:
             return None
         # A run without a scale has none to go on from.
-        scale = _SCALE if getattr(self.optimizer, "scaled", False) else _SCALE[1:]
+        scaled = getattr(self.optimizer, "scaled", False)
         return {
             "class": self.optimizer_class,
             "groups": [encode({"optimizer": self._class_of(i), **{
                 k: v for k, v in group.items() if k not in NOT_SAVED}}, "param group")
                 for i, group in enumerate(self.param_groups)],
-            "scale": {key: getattr(self.optimizer, key) for key in scale
-                      if hasattr(self.optimizer, key)},
+            "scale": {key: getattr(self.optimizer, key) for key in _SCALE
+                      if hasattr(self.optimizer, key) and (scaled or key != "loss_scale")},
         }
 
     def _class_of(self, index: int) -> str:

@@ -35,9 +35,9 @@ $$0.1,\; -0.7,\; 0.4,\; -0.2 \quad\to\quad 0,\; -0.7,\; 0.4,\; 0$$
 **Not covered, and what that costs**: checkpoints of the uncompressed model, because a compressed
 weight is called `...parametrizations.weight.original`; load plain weights before `compress`. A
 model on the meta device. A weight with two names. Encodings of gathered weights beside pruned
-elements, because the ranks would count other numbers than they compute with; beside other rules
-training sees rounded weights and `clean` exact ones, so `clean` may keep other rows. A step that a
-loss scale skips counts as one.
+elements, because the ranks would count other numbers than they compute with. With the other rules
+training computes with rounded weights and `clean` with exact ones, so `clean` may keep other rows.
+A step that a loss scale skips counts as one.
 """
 
 import inspect

@@ -26,7 +26,7 @@ from torch import nn
 
 from zero3.guards.guarded import Guarded, is_sharded, own_modules
 from zero3.guards.options import expect
-from zero3.guards.placement import check_overlaps
+from zero3.guards.placement import check_fresh
 
 # Properties and methods that read no element.
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
@@ -53,8 +53,8 @@ def check_module(owner: Guarded, module: nn.Module) -> None:
     """
     ## Refuse what cannot be sharded
 
-    Raises `TypeError` if it is no module, and `RuntimeError` if some of it is sharded already, or
-    if two parameters share memory.
+    Raises `TypeError` if it is no module, and `RuntimeError` if some of it is sharded already,
+    has a gradient, or shares memory.
     """
     expect(isinstance(module, nn.Module), "Zero3Layer", "a module", module,
            "pass the layer itself, and not its class", TypeError)
@@ -63,7 +63,7 @@ def check_module(owner: Guarded, module: nn.Module) -> None:
         for name, value in (*vars(child).items(), *child._parameters.items()):
             owner.expect(not isinstance(value, FreedParameter), f"cannot shard `{prefix}{name}`",
                          "a parameter of this layer alone", value, owner.cure)
-    check_overlaps(owner, module)
+    check_fresh(owner, module)
 
 
 class FreedParameter(nn.Parameter):

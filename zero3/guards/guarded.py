@@ -58,8 +58,15 @@ class Guarded(nn.Module, Named):
     def fetch_for_others(self) -> bool:
         """
         ### Gather the parameters for another layer that uses them, and return whether it may
+
+        Here nothing is gathered. But if an output is a view that somebody writes to, autograd drops
+        the hook that announces backward. If the layer has stayed full, its own backward may go on.
         """
-        return False
+        if not self.is_fetched or torch._C._current_graph_task_id() == -1:
+            return False
+        for flat in self.flats:
+            flat.show()
+        return True
 
     def admits(self, layer: nn.Module) -> bool:
         """

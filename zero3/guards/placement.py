@@ -1,8 +1,8 @@
 r"""
 # Placement: the same parameters on every rank, on the right device
 
-`check_params` looks at a layer before it is sharded, and `check_overlaps` at the memory of its
-parameters.
+`check_params` looks at a layer before it is sharded, and `check_fresh` at the gradients and the
+memory of its parameters.
 
 Take a module that was built in another order on rank 1:
 
@@ -29,7 +29,6 @@ Parameters of one memory in two layers of a chain: each trains on its own.
 from __future__ import annotations
 
 import secrets
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -66,52 +65,65 @@ def check_params(comm: Sharers,
                f"device {at}", p.device, "move the module there first", RuntimeError)
         expect(dtype in (None, p.dtype), what, dtype, p.dtype, "convert the module with "
                "`.to(dtype)` first, or leave `dtype` out to mix data types", RuntimeError)
-        # Backward would add to it, and neither the shard's `zero_grad` nor a step would drop it.
-        expect(p.grad is None, what, "no gradient yet", "a gradient from before wrapping",
-               "call `zero_grad()` of the plain model or its optimizer before wrapping",
-               RuntimeError)
         at = p.device
     if at.type != "cpu":
         at = check_device(comm, who, at)
     return at, compare_params(comm, who, params)
 
 
-def check_overlaps(owner: Named, module: nn.Module) -> None:
+def check_fresh(owner: Named, module: nn.Module) -> None:
     """
-    ## Refuse a parameter that shares memory with another one, or with a buffer
+    ## Refuse a parameter that has a gradient, or that shares memory with another one or a buffer
 
-    Sharded, each has memory of its own, and they would no longer be equal after a step. Two names
-    of one parameter are fine. Raises `RuntimeError`.
+    Backward would add to the gradient, and no `zero_grad` would drop it. Of two that share memory
+    each would have memory of its own, and training would make them differ. Two names of one
+    parameter are fine. Raises `RuntimeError`.
     """
     stored: dict[tuple[int, int], dict[torch.Tensor, str]] = {}
     for prefix, child in own_modules(module):
         for name, t in (*child._parameters.items(), *child._buffers.items()):
             if t is None or type(t) not in (nn.Parameter, torch.Tensor) or t.is_meta:
                 continue
+            owner.expect(not t.is_leaf or t.grad is None, f"cannot shard `{prefix}{name}`",
+                         "no gradient yet", "a gradient from before wrapping", "call "
+                         "`zero_grad()` of the plain model or its optimizer before wrapping")
             if t.layout == torch.strided and t.numel():
                 storage = (t.untyped_storage()._cdata, t.itemsize)
                 stored.setdefault(storage, {}).setdefault(t, prefix + name)
     for tensors in stored.values():
-        for (one, name), (other, other_name) in combinations(tensors.items(), 2):
-            is_fine = not (isinstance(one, nn.Parameter) or isinstance(other, nn.Parameter))
-            owner.expect(is_fine or not _overlap(one, other), f"cannot shard `{name}`",
-                         "a parameter with memory of its own", f"that of `{other_name}`", "assign "
-                         "the parameter itself, `b.weight = a.weight`, or a copy of its values")
+        # Those before it in the storage that do not end before it.
+        near: list[torch.Tensor] = []
+        for t in sorted(tensors, key=torch.Tensor.storage_offset):
+            near = [each for each in near if _last(each) >= t.storage_offset()]
+            for each in near:
+                trains = each.requires_grad or t.requires_grad
+                owner.expect(
+                    not trains or not _overlap(each, t), f"cannot shard `{tensors[each]}`",
+                    "a parameter with memory of its own", f"that of `{tensors[t]}`", "assign the "
+                    "parameter itself, `b.weight = a.weight`, or a copy of its values")
+            near.append(t)
+
+
+def _last(t: torch.Tensor) -> int:
+    """
+    #### The place of its last element in its storage
+    """
+    steps = zip(t.size(), t.stride(), strict=True)
+    return int(t.storage_offset()) + sum((n - 1) * step for n, step in steps)
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """
-    #### Whether two tensors in a storage have an element in common
+    #### Whether two tensors, of which neither ends before the other, have an element in common
 
     Columns of a matrix may lie between each other.
     """
-    firsts = [int(t.storage_offset()) for t in (one, other)]
-    lasts = [first + sum((n - 1) * step for n, step in zip(t.size(), t.stride(), strict=True))
-             for t, first in zip((one, other), firsts, strict=True)]
-    if max(firsts) > min(lasts):
-        return False
-    every = torch.arange(max(lasts) + 1)
-    places = [every.as_strided(t.size(), t.stride(), t.storage_offset()) for t in (one, other)]
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    first = int(min(one.storage_offset(), other.storage_offset()))
+    every = torch.arange(max(_last(one), _last(other)) + 1 - first)
+    places = [every.as_strided(t.size(), t.stride(), int(t.storage_offset()) - first)
+              for t in (one, other)]
     return bool(torch.isin(*places).any())
 
 

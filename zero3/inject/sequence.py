@@ -244,8 +244,9 @@ class SequenceBorder(Border):
         """
         count = self.line.sizes(length)[self.line.place]
         expect(x.shape[self.dim] == count, "sequence parallelism", f"{count} of {length} "
-               "positions on this rank", f"{x.shape[self.dim]} positions", "run no pass of another "
-               "length between forward and backward", RuntimeError)
+               "positions on this rank", f"{x.shape[self.dim]} positions", "with checkpointed "
+               "activations, run no pass of another length between forward and backward",
+               RuntimeError)
         return self.line.gather_parts(x, self.dim, length)
 
     def summed(self, length: int, x: torch.Tensor) -> torch.Tensor:

@@ -189,8 +189,8 @@ class Forward:
         if not is_plain or tensor.device != self.layer.device:
             return True
         is_small = tensor.untyped_storage().nbytes() < max(1, self.activations.below_bytes)
-        # Parameters of other units. A unit learns while it computes whose parameters it uses. What
-        # the units around it use is open, so nobody notices its use here.
+        # Parameters of other units. A unit learns while it computes whose parameters it uses. The
+        # parameters of the units around it are open already, so its use of them is not noticed.
         around = (self.layer, *getattr(self.layer, "outside", ()))
         borrowed = (_storage_of(flat.full)
                     for each in around

@@ -75,7 +75,7 @@ import math
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
@@ -84,7 +84,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zero3.comm.collectives import ALONE, Communicator
+from zero3.comm.collectives import ALONE
 from zero3.comm.parts import connect, inside
 from zero3.flat import FlatParameter
 from zero3.guards.contents import check_groups, stray
@@ -166,8 +166,8 @@ class Zero3Optimizer(Stepper):
                  if isinstance(module, Zero3Layer)}
         self.model = model
         self.layers = [layer for layer in paths if layer.flats]
-        # A model without layers is refused below, and that error names the rank.
-        self.comm = self.layers[0].comm if self.layers else Communicator()
+        if self.layers:
+            self.comm = self.layers[0].comm
         self.offload = Offload.of(offload)
         on_device = self.offload.tier == "device" and self.layers
         self.device = self.layers[0].device if on_device else torch.device("cpu")
@@ -344,7 +344,7 @@ class Zero3Optimizer(Stepper):
         for slot, end in zip(flat.slots, ends, strict=True):
             name = f"{path}.{slot.names[0]}".strip(".")
             returned = self.group_by(name, slot.param)
-            self.expect(isinstance(returned, dict), "cannot use `group_by`", "a dict of options",
+            self.expect(isinstance(returned, Mapping), "cannot use `group_by`", "a dict of options",
                         f"{returned!r}, for `{name}`", "return `{}` where no option differs")
             special = {**self.options, **returned}
             known = not self.takes or is_whole(special) or special.keys() <= self.takes
@@ -931,8 +931,8 @@ class Zero3Optimizer(Stepper):
         self.skipped_steps = state_dict["skipped_steps"]
         loss_scale = state_dict["loss_scale"]
         if self.dynamic and loss_scale is not None:
-            # This run has chosen whether to scale. A dynamic scale continues from the saved one, if
-            # there is one: an earlier version has saved 1 in a run without a scale.
+            # This run has chosen whether to scale. A dynamic scale continues from the saved one. An
+            # earlier version has saved 1 in a run without a scale.
             self.loss_scale = max(loss_scale, self.scale_floor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

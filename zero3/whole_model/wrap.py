@@ -55,7 +55,7 @@ from zero3.estimate.ledger import Ledger
 from zero3.flat import own_modules
 from zero3.guards.contents import Known, stray, uncompiled
 from zero3.guards.options import MOST, expect, whole
-from zero3.guards.placement import check_overlaps
+from zero3.guards.placement import check_fresh
 from zero3.layer import Zero3Layer
 from zero3.offload.activations import Activations
 from zero3.offload.tiers import Offload
@@ -455,7 +455,7 @@ class _Wrapping:
         self.owner.expect(bool(places), "has nothing to wrap", f"modules of {(*layers, *leaves)}",
                           f"none inside of {kind}", "pass the classes of its layers")
         # Once a layer is a unit, its parameters have other memory.
-        check_overlaps(self.owner, self.model)
+        check_fresh(self.owner, self.model)
         # The root owns whatever is outside all layers.
         inside = {m for place in places for m in place.layer.modules()}
         self.owners = {p: None
