@@ -123,8 +123,7 @@ class Watch:
         """
         #### The gradient of an input is complete
 
-        A module may take gradients while it computes, as a force is that of an energy. They say
-        nothing about the layer's backward, which has not begun.
+        Gradients that a module takes while it computes say nothing about the layer's backward.
         """
         call = ours()
         if call in self.entered:
@@ -182,8 +181,7 @@ def at_end_of_backward(settle: Callable[[bool], None]) -> None:
 
     * `settle(raised)` gets whether the pass ended with an exception
 
-    If `settle` itself raises one, it is called once more, as after an exception in the pass. A
-    layer that never settled would stay full, and no later pass would settle it.
+    If `settle` raises one itself, it is called once more. Otherwise the layer would stay full.
     """
     def finish(raised: bool) -> None:
         try:

@@ -171,9 +171,8 @@ class LayerGuard:
         """
         ### Refuse an output that is a view of a parameter, because its memory is about to be freed
 
-        Then hide the parameters, also if the layer stays full: until its backward, a use outside of
-        it is the same error as for a freed layer. Backward follows a recomputation at once.
-        A unit of a whole model may have other users, and hides its parameters itself.
+        Then hide the parameters: until backward a use outside is an error, also if the layer stays
+        full. A recomputation is followed by backward, and a unit hides its own.
         """
         self.after_backward()
         # The address of a layer that is freed already is 0, as that of a view of it.

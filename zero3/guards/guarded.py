@@ -59,8 +59,8 @@ class Guarded(nn.Module, Named):
         """
         ### Gather the parameters for another layer that uses them, and return whether it may
 
-        Here nothing is gathered. But if an output is a view that somebody writes to, autograd drops
-        the hook that announces backward. If the layer has stayed full, its own backward may go on.
+        Here nothing is gathered. If somebody has written to an output that is a view, nothing
+        announces backward; a layer that is still whole goes on.
         """
         if not self.is_fetched or torch._C._current_graph_task_id() == -1:
             return False

@@ -75,9 +75,8 @@ def check_fresh(owner: Named, module: nn.Module) -> None:
     """
     ## Refuse a parameter that has a gradient, or that shares memory with another one or a buffer
 
-    Backward would add to the gradient, and no `zero_grad` would drop it. Of two that share memory
-    each would have memory of its own, and training would make them differ. Two names of one
-    parameter are fine. Raises `RuntimeError`.
+    No `zero_grad` would drop the gradient, and parameters that share memory would train apart. Two
+    names of one parameter are fine. Raises `RuntimeError`.
     """
     stored: dict[tuple[int, int], dict[torch.Tensor, str]] = {}
     for prefix, child in own_modules(module):
