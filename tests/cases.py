@@ -20,6 +20,22 @@ WIDTH = 6
 ROWS = 2  # of each rank
 
 
+class EachParameter(torch.optim.Optimizer):
+    """
+    ## An optimizer that does the same with each parameter that has a gradient: `update(p, lr)`
+    """
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, group["lr"])
+
+
 class Case:
     """
     ## A chain of layers, and what a step does with it

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.cases import EachParameter
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
 from zero3.beside.dcp import load_dcp, save_dcp
@@ -417,21 +418,17 @@ def test_a_layer_without_elements_is_saved_and_loaded(tmp_path, torchs, kind):
         assert same(one, other)
 
 
-class Counted(torch.optim.Optimizer):
+class Counted(EachParameter):
     """Its count of steps is a tensor of one element, and it has a moment"""
 
     def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
 
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["step"] = state.get("step", torch.zeros(1)) + 1
-                    state["sum"] = state.get("sum", torch.zeros_like(p)) + p.grad
-                    p.sub_(group["lr"] * state["sum"] / state["step"])
+    def update(self, p, lr):
+        state = self.state[p]
+        state["step"] = state.get("step", torch.zeros(1)) + 1
+        state["sum"] = state.get("sum", torch.zeros_like(p)) + p.grad
+        p.sub_(lr * state["sum"] / state["step"])
 
 
 def goes_on_counted(folder, torchs, tier, step):

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.cases import EachParameter
 from tests.inject.test_tensor_parallel import Encoded
 from tests.ranks import run
 from zero3 import (
@@ -47,18 +48,11 @@ MUON = {"optimizer": torch.optim.Muon, "lr": 0.02, "momentum": 0.9}
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, "fused": False}
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(EachParameter):
     """LAMB without its moments: the step of a parameter is as long as the parameter"""
 
-    def __init__(self, params, lr=0.01):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad * (p.norm() / p.grad.norm()), alpha=-group["lr"])
+    def update(self, p, lr):
+        p.add_(p.grad * (p.norm() / p.grad.norm()), alpha=-lr)
 
 
 class Odd(nn.Module):
