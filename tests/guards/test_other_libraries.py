@@ -454,7 +454,7 @@ def test_the_last_layer_of_a_chain_is_closed_between_forward_and_backward(how):
     between would make its values old. Breaks without `hide` after forward; or where a recomputation
     and backward do not show the parameters again.
     Proves I1, `LayerGuard.after_forward`, `LayerGuard.before_forward`,
-    `LayerGuard.before_backward`, `Guarded.fetch_for_others`.
+    `LayerGuard.before_backward`, `Guarded.fetch_for_others`, `Guarded.show_again`.
     """
     torch.manual_seed(0)
     modules = [nn.Linear(4, 4), nn.Linear(4, 2)]

@@ -101,12 +101,11 @@ class Trainer(transformers.Trainer):
         counts = getattr(model, "num_parameters", None)
         self.numel = counts(exclude_embeddings=True) if counts else 0
         self.decays = {*self.get_decay_parameter_names(model)}
-        # A model with adapters is around the model itself.
-        plain = getattr(model, "get_base_model", lambda: model)()
-        is_causal = plain._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         if self.label_smoother is not None:
             # In a causal model the next token is the label. transformers knows one by the name of
-            # its class, which a sharded model does not have.
+            # its class, which a sharded model does not have. Adapters are around the model itself.
+            plain = getattr(model, "get_base_model", lambda: model)()
+            is_causal = plain._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             self.label_smoother = partial(self.label_smoother, shift_labels=is_causal)
         self.model = shard(model)
         self.model_wrapped = self.model

@@ -156,7 +156,7 @@ class LayerGuard:
         A layer that stayed full may be recomputed before its backward begins.
         """
         self.check()
-        self._show()
+        self.layer.show_again()
         layer = self.layer
         copies = torch.is_autocast_enabled(layer.device.type) and torch.is_grad_enabled()
         if copies and any(flat.full.dtype == torch.float32 for flat in layer.flats):
@@ -188,14 +188,6 @@ class LayerGuard:
             for flat in self.layer.flats:
                 flat.hide()
 
-    def _show(self) -> None:
-        """
-        #### Show the parameters again, if the layer has stayed full
-        """
-        if self.layer.is_fetched:
-            for flat in self.layer.flats:
-                flat.show()
-
     def before_backward(self, versions: tuple[int, ...], was_elsewhere: bool) -> None:
         """
         ### Refuse a backward pass that is itself recorded, because a second one would follow it
@@ -213,7 +205,7 @@ class LayerGuard:
             "a backward pass that is itself recorded: a gradient penalty, for instance, or "
             "a Hessian", "compute it in `with model.full_params():`")
         self.refuse_old_calls(versions)
-        self._show()
+        self.layer.show_again()
 
     def refuse_old_calls(self, versions: tuple[int, ...]) -> None:
         """

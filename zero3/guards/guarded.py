@@ -62,11 +62,18 @@ class Guarded(nn.Module, Named):
         Here nothing is gathered. If somebody has written to an output that is a view, nothing
         announces backward; a layer that is still whole goes on.
         """
-        if not self.is_fetched or torch._C._current_graph_task_id() == -1:
-            return False
-        for flat in self.flats:
-            flat.show()
-        return True
+        is_own_backward = self.is_fetched and torch._C._current_graph_task_id() != -1
+        if is_own_backward:
+            self.show_again()
+        return is_own_backward
+
+    def show_again(self) -> None:
+        """
+        ### Show the parameters again, if the layer has stayed full
+        """
+        if self.is_fetched:
+            for flat in self.flats:
+                flat.show()
 
     def admits(self, layer: nn.Module) -> bool:
         """
