@@ -116,7 +116,7 @@ def test_any_fraction_trains_to_the_same_bits(world_size, dtype, micro_batches, 
     cut is not at the end of a block of the norm, or one portion takes the other's step for a write
     of the caller's.
     Proves I8, `Portion`, `Portion.norms`, `Portion.place`, `Portion.in_memory`, `parts.inside`,
-    `block_norms`, `ShardStates.in_memory`, `Here`.
+    `parts.length`, `block_norms`, `ShardStates.in_memory`, `Here`.
     """
     for rank in run(some_steps, world_size, str(tmp_path), dtype, micro_batches):
         assert rank == dict.fromkeys([*FRACTIONS, "all"], True)

@@ -58,7 +58,7 @@ from zero3.checkpoint.entries import NOT_SAVED, Entries
 from zero3.checkpoint.formats import DcpFolder, dcp_state, flat_entry, is_meta, name_and_key
 from zero3.checkpoint.reader import CheckpointReader, Listing, Param, encode, errors_name
 from zero3.checkpoint.save_load import all_here, load_from
-from zero3.comm.parts import inside
+from zero3.comm.parts import inside, length
 from zero3.in_flight import in_flight
 from zero3.offload.tensors import Broken
 from zero3.optimizer.states import Here
@@ -193,7 +193,7 @@ class _Boxes(dcp.DefaultSavePlanner):
         # The writer keeps a reference to all that it has written, so free the memory.
         in_flight.free(self.written)
         dtype = self.state_dict[write_item.index.fqn].dtype
-        self.written = torch.empty(where.stop - where.start, dtype=dtype)
+        self.written = torch.empty(length(where), dtype=dtype)
         # A box may begin in one piece of the optimizer's and end in another.
         for cut, values in self.entries.values(flat, key, dtype, self.here):
             self.written[inside(where, cut)] = values[inside(cut, where)]

@@ -57,7 +57,7 @@ from zero3.checkpoint.reader import (
     decode,
     encode,
 )
-from zero3.comm.parts import WeightPart, connect, part_of
+from zero3.comm.parts import WeightPart, connect, length, part_of
 from zero3.flat import FlatParameter, Slot
 from zero3.guards.contents import check_groups, stray
 from zero3.guards.options import Named
@@ -257,7 +257,7 @@ class Entries(Named):
             states: list[StatesEntry] = []
             for piece in flat.pieces:
                 moments, others = self.state_of(piece)
-                if moments and _length(piece) == 1 and piece.param not in self.spread:
+                if moments and length(piece.where) == 1 and piece.param not in self.spread:
                     # A count of one element looks like a moment here, so look at a parameter of
                     # two elements. All ranks have to find the same.
                     first = first_state_of(piece.group_index, 1)
@@ -295,7 +295,7 @@ class Entries(Named):
         state = self.state.get(piece.param, {})
         moments = {key: value for key, value in state.items()
                    if isinstance(value, torch.Tensor) and value.dim() == 1
-                   and (len(value) != 1 or _length(piece) == 1)}
+                   and (len(value) != 1 or length(piece.where) == 1)}
         others = {key: value for key, value in state.items()
                   if key not in moments}
         return self.spread.get(piece.param, Spread(moments, others))
@@ -393,7 +393,7 @@ class Entries(Named):
             return [(each.where, each.master) for each in here]
         zero = torch.zeros((), dtype=dtype)
         return [(piece.where, self.state_of(piece).moments.get(
-                    key, zero.expand(_length(piece))))
+                    key, zero.expand(length(piece.where))))
                 for piece in flat.pieces]
 
     @contextmanager
@@ -659,13 +659,6 @@ class Entries(Named):
             if self.optimizer.dynamic:
                 self.optimizer.loss_scale = max(self.optimizer.loss_scale,
                                                 self.optimizer.scale_floor)
-
-
-def _length(piece: Piece) -> int:
-    """
-    #### The elements of a piece, also while its master is in a file
-    """
-    return piece.where.stop - piece.where.start
 
 
 def _match_groups(checkpoint: CheckpointReader, everywhere: Names) -> dict[int, int]:

@@ -206,3 +206,10 @@ def inside(outer: slice, where: slice) -> slice:
     begin, end = (min(max(bound, outer.start), outer.stop) - outer.start
                   for bound in (where.start, where.stop))
     return slice(begin, end)
+
+
+def length(where: slice) -> int:
+    """
+    ## The elements of a range
+    """
+    return where.stop - where.start

@@ -72,7 +72,7 @@ from torch.utils import _pytree as pytree
 from zero3.comm.collectives import ALONE, Communicator, Transfer
 from zero3.comm.links import ranks_of_parts
 from zero3.comm.order import Group, Listener
-from zero3.comm.parts import inside, part_of
+from zero3.comm.parts import inside, length, part_of
 from zero3.guards.options import Named, expect
 from zero3.optimizer.states import Member, ShardStates, is_whole
 
@@ -208,7 +208,7 @@ class Owners:
         arriving: dict[Member, list[torch.Tensor]] = {}
         for whole in wholes:
             states = self.wholes[whole]
-            numel = _length(self._within(whole, self.comm.rank))
+            numel = length(self._within(whole, self.comm.rank))
             # The next shard gets the buffer of one that rests in a file.
             copies = states.in_file is not None
             with states.in_memory(self.stepper.state, write=False) as ((_, master, grad),):
@@ -239,7 +239,7 @@ class Owners:
             where = self._within(whole, self.comm.rank)
             # (the elements of this rank,), device
             piece = values[0][where] if values else torch.empty(
-                _length(where), dtype=states.master_dtype, device=states.layer.device)
+                length(where), dtype=states.master_dtype, device=states.layer.device)
             carried.append((whole, piece, values[0] if values else None))
         self._start("give back", carried, {whole: [piece]
                                            for whole, piece, _ in carried})
@@ -412,9 +412,9 @@ class Owners:
         carried: list[Carried] = []
         for i, (dtypes, others) in sorted(every.items()):
             whole, states = wholes[i]
-            numel = _length(self._within(whole, self.comm.rank))
+            numel = length(self._within(whole, self.comm.rank))
             # (the elements of this rank and its padding,) for each moment
-            moments = {key: torch.zeros(_length(whole.span), dtype=dtype,
+            moments = {key: torch.zeros(length(whole.span), dtype=dtype,
                                         device=states.layer.device)
                        for key, dtype in dtypes.items()}
             state: Any = self.state_of(whole)
@@ -644,10 +644,6 @@ def _optimizer_of(options: Options, params: list[nn.Parameter]) -> torch.optim.O
     options = dict(options)
     make = options.pop("optimizer")
     return make([{"params": params}], **options)  # type: ignore[operator]
-
-
-def _length(where: slice) -> int:
-    return where.stop - where.start
 
 
 def _is_in(name: str, module: str) -> bool:
