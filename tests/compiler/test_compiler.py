@@ -994,6 +994,7 @@ def test_an_error_is_said_and_training_goes_on():
     for said, good in run(mistakes, 2):
         assert "cannot go backward. Expected: the weights of its forward pass" in said["step"]
         assert "does not currently support double backward" in said["double"]
+        assert "backward outside of `full_params()`, where its forward was" in said["inside"]
         assert all(good) and len(good) == 6
 
 

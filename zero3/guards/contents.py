@@ -192,27 +192,29 @@ class LayerGuard:
         """
         ### Refuse a backward pass that is itself recorded, because a second one would follow it
 
-        * `was_elsewhere` says that forward was inside of `full_params()`, where the parameters have
-          other memory; what autograd saved outside is freed there
+        The arguments are those of `refuse_old_calls`.
         """
-        self.layer.expect(
-            was_elsewhere or not self.layer.is_full_elsewhere, "cannot go backward here",
-            "backward outside of `full_params()`, where its forward was", "backward inside",
-            "go backward before `with model.full_params():`, or compute the forward pass in it")
         recorded = torch.is_grad_enabled() and not self.layer.is_full_elsewhere
         self.layer.expect(
             not recorded, "cannot go backward twice", "backward without `create_graph`",
             "a backward pass that is itself recorded: a gradient penalty, for instance, or "
             "a Hessian", "compute it in `with model.full_params():`")
-        self.refuse_old_calls(versions)
+        self.refuse_old_calls(versions, was_elsewhere)
         self.layer.show_again()
 
-    def refuse_old_calls(self, versions: tuple[int, ...]) -> None:
+    def refuse_old_calls(self, versions: tuple[int, ...], was_elsewhere: bool = False) -> None:
         """
-        ### Refuse backward through weights that have changed since forward
+        ### Refuse backward through weights that have changed or moved since forward
 
-        Plain PyTorch raises an error here too.
+        * `was_elsewhere` says that forward was inside of `full_params()`, where the parameters have
+          other memory; what autograd saved outside is freed there
+
+        After a change plain PyTorch raises an error too.
         """
+        self.layer.expect(
+            was_elsewhere or not self.layer.is_full_elsewhere, "cannot go backward here",
+            "backward outside of `full_params()`, where its forward was", "backward inside",
+            "go backward before `with model.full_params():`, or compute the forward pass in it")
         self.layer.expect(
             versions == self.layer.shard_versions(), "cannot go backward",
             "the weights of its forward pass", "weights that have changed since, by an "
