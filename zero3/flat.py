@@ -176,8 +176,8 @@ class FlatParameter:
     """
     ## A flat parameter, its shard and its gradient
 
-    The layer decides when to gather and when to free. In the example of `minimal.py`, rank 0 has
-    the shard 1 2 all the time. `full` is 1 2 3 0 while the layer computes, and `grad` is 1 2 3 0
+    The layer decides when to gather and when to free. In the example of `minimal.py`, rank 1 has
+    the shard 3 0 until it steps. `full` is 1 2 3 0 while the layer computes, and `grad` is 2 0 1 0
     until it is reduced.
     """
 
@@ -249,7 +249,7 @@ class FlatParameter:
         """
         ### Give the parameters their ordinary class
 
-        A layer that has stayed full calls only this.
+        If the layer has stayed full, its guard calls only this.
         """
         for slot in self.slots:
             slot.param.__class__ = nn.Parameter
@@ -258,7 +258,7 @@ class FlatParameter:
         """
         ### Give the parameters the class that reports every use, even if they are still gathered
 
-        A layer that stays full calls only this, so that a use outside of it is still noticed.
+        If the layer stays full, its guard calls only this, so a use outside is still noticed.
         """
         for slot in self.slots:
             slot.param.__class__ = slot.freed_class

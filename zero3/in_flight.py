@@ -16,7 +16,7 @@ sends wrong numbers.
 | it starts the gather | waits for two elements | 1 . . |
 | rank 1 announces its error | raises it; the forward pass ends | 1 . . |
 | the layer is cleaned up | **would free 12 bytes** | 1 . . |
-| rank 2, which is late, sends its 3 | gloo writes 4 bytes at offset 8 | 1 . 3 |
+| the 3 of rank 2 was on its way | gloo writes 4 bytes at offset 8 | 1 . 3 |
 
 The cleanup cannot wait, because rank 1 will never send. So before a transfer starts,
 its owner names the memory (`begin`). After a successful wait it says that the transfer is done
@@ -25,7 +25,7 @@ fails, the memory is kept for good (`lose`):
 
 $$\text{freed} \cap \text{in flight} = \emptyset$$
 
-After an error nothing is sent but its announcement (`Communicator.give_up`), so hardly more is
+After an error only its announcement is sent (`Communicator.give_up`), so hardly more memory is
 lost.
 
 **Who frees or reuses memory, and why nobody uses it then:**
@@ -73,8 +73,8 @@ class InFlight:
 
     def __init__(self) -> None:
         # Each `Transfer` or copy in flight, with the storages that it uses: the addresses of
-        # torch's objects, which stay the same when storages are resized. Weakly, because without a
-        # reference its messages are gone too.
+        # torch's objects, which stay the same when storages are resized. References are weak,
+        # because a transfer that nobody refers to has no messages any more.
         self.users: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
         # Those that have failed. Other ranks may still wait for their messages, and send to them.
         self.lost: list[object] = []

@@ -75,7 +75,8 @@ class Zero3Layer(Sharded):
     ## Zero3 layer
 
     Wrap each layer of a model in one, and call it as you would call the layer. In a training step
-    it goes through the states that `minimal.py` lists at the head of its `Zero3Layer`.
+    it goes through the states that `minimal.py` lists at the head of its `Zero3Layer`. Backward
+    also waits for the gradients of inputs.
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
@@ -229,7 +230,7 @@ class Zero3Layer(Sharded):
             return
         self._settle_at_end_of_backward()
         # If backward reaches the layer a second time, its reduce may still be in flight. Finish it
-        # first: it sends the flat gradient, and on the CPU it receives into this very buffer.
+        # first: it sends the flat gradient, and on the CPU the others' arrive in `flat.full`.
         self.reducer.finish(self)
         self.is_fetched = True
         # Gather into the *same storage* every time. The parameters are views of it, and so are the
@@ -289,8 +290,8 @@ class Zero3Layer(Sharded):
         * `call` is the forward call that has ended (a record of `watch.py`); in backward there is
           none
 
-        Only hooks in the graph keep a `Call` alive. If it is dropped without a backward pass, the
-        weak reference fires and frees the layer.
+        Until backward only hooks in the graph keep a `Call` alive. If the graph is dropped without
+        a backward pass, the weak reference fires and frees the layer.
         """
         if call is None or not self.schedule.stays_full(self, call):
             self._cleanup_params()
@@ -383,7 +384,7 @@ class Zero3Layer(Sharded):
         self.guard.before_grad(grad, slot.names[0])
         self._settle_at_end_of_backward()
         if flat.grad is None:
-            # (world_size * shard_numel,), device, of the data type that the optimizer asks for.
+            # (world_size * shard_numel,), device, of the data type of the reduce.
             full_grad = self._empty(len(flat.full), flat.shard.grad_dtype)
             flat.begin_grad(full_grad)
             self.listener.record(self, "gradients", full_grad.nbytes)
@@ -412,7 +413,7 @@ class Zero3Layer(Sharded):
 
         The gradients of parameters are not enough. A frozen weight gets none, and autograd still
         reads it for the gradient of the input. If it is freed too early, backward cannot read it.
-        If too late, it takes memory while the layer below computes.
+        If too late, it takes memory while the previous layer computes.
         """
         trainable = sum(len(flat.slots) for flat in self.flats if flat.trains)
         return self.watch.inputs_left == 0 and len(self.watch.arrived) == trainable
@@ -428,7 +429,7 @@ class Zero3Layer(Sharded):
         layer. All ranks must call this. A rank sends every other rank that rank's part of the flat
         gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
-        # Parameters that are still arriving would look like a write to the guard.
+        # The guard would take parameters that are still arriving for a write.
         self._wait_params()
         self.guard.after_backward()
         self._release()
@@ -437,8 +438,8 @@ class Zero3Layer(Sharded):
         # On the CPU the other ranks' gradients arrive in the storage of the full parameters, which
         # are freed by now.
         pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in flats]
-        # First the reduce of the layer above ends, because one is in flight at a time. The reducer
-        # of a `Zero3Optimizer` is a bucket: it keeps small layers, and sends several together.
+        # First the reduce of the next layer ends (see `comm/reducer.py`), because one is in flight
+        # at a time. The reducer of a `Zero3Optimizer` is a bucket: it sends small layers together.
         if pairs and self.reducer.make_way(self, pairs):
             self.reducer.started([self], self.comm.reduce_scatter([self], pairs))
         if self.layer_idx == ALONE:
@@ -558,8 +559,8 @@ class Zero3Sequential(ShardedModel):
         try:
             for layer in self.module_list:
                 layer.fetch_params()
-                # Prefetch: this all-gather overlaps the computation of `layer`. A layer
-                # that comes next in another chain would stay full.
+                # Prefetch: this all-gather overlaps the computation of `layer`. Layers of another
+                # chain are left out, because they would stay full.
                 for ahead in filter(self.sharded_layers.__contains__, layer.next_layer):
                     ahead.fetch_params()
                 yield layer

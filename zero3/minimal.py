@@ -17,8 +17,8 @@ like this. `python -m zero3.minimal` takes the step on two ranks, and prints the
 |---|---|---|---|
 | flatten and pad | 1 2 3 0 | 1 2 3 0 | four elements, so that each rank gets two |
 | **shard** | **1 2** | **3 0** | only this stays in memory |
-| **all-gather** | **1 2 3 0** | **1 2 3 0** | before forward, and before backward unless last |
-| free | | | after forward and after backward; the last layer, after backward only |
+| **all-gather** | **1 2 3 0** | **1 2 3 0** | before forward, and before backward if it was freed |
+| free | | | after forward and backward; the last layer, as here, only after backward |
 | gradients | 2 4 6 0 | 4 0 2 0 | on this rank's part of the batch |
 | divide by 2 | 1 2 3 0 | 2 0 1 0 | so that a sum over ranks is the mean |
 | **reduce-scatter** | **3 2** | **4 0** | the sums, and each rank gets only those of its shard |
@@ -42,9 +42,9 @@ chain once. It has at least one parameter. All of them are trained, used, and of
 forward pass with gradients is followed by its backward pass. If one of these does not hold, weights
 may be stale or gradients lost, often without an error. torch's `clip_grad_norm_` would clip by the
 norm of one rank's shards, and buffers are not copied from rank 0. Reading a parameter outside its
-layer's forward can crash the process. So can a backward pass that reads a parameter after its
-gradient is complete, as in `x * w.detach() + w`. `layer.py` is this file grown up: it does these
-things right, or raises an error.
+layer's forward can crash the process. A backward pass can crash it too, if it reads a parameter
+after its gradient is complete, as in `x * w.detach() + w`. `layer.py` is this file grown up: it
+does these things right, or raises an error.
 """
 
 import tempfile
@@ -67,7 +67,7 @@ class Zero3Layer(nn.Module):
 
     Below, *previous* and *next* are in the order of forward:
 
-    | when | what happens | in memory besides the shard (each as long as the flat parameter) |
+    | when | what happens | buffers besides the shard, each as long as the flat parameter |
     |---|---|---|
     | between two steps | | nothing |
     | forward: the previous layer computes | its all-gather runs | parameters, arriving |
@@ -320,9 +320,9 @@ class MappedShard:
 
     The file is mapped into memory: the shard is a tensor whose elements are in the file, and the
     system reads and writes its pages when they are used. An optimizer steps it like any other
-    tensor. A gather goes through a buffer, and reading it overlaps nothing. If the layer is on a
-    GPU, the buffer is *pinned*, memory that the system does not move: a GPU copies from there by
-    itself, and from other memory only piece by piece.
+    tensor. A gather goes through a buffer, and reading the file overlaps nothing. If the layer is
+    on a GPU, the buffer is *pinned*, memory that the system does not move: a GPU copies from there
+    by itself, and from other memory only piece by piece.
     """
 
     def __init__(self, layer: Zero3Layer, path: str):

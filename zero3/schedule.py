@@ -44,9 +44,8 @@ class Schedule:
         """
         ### The layers that compute after this one, in the direction of the pass
 
-        In backward the layer gathers them while it computes; in forward `walk` of the chain does.
-        In both directions a layer that is gathered begins to read their shards, if these rest in
-        files.
+        In backward the layer gathers them; in forward `walk` of the chain gathers `next_layer`. In
+        both directions `fetch_params` begins to read their shards, if these rest in files.
         """
         return []
 

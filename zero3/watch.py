@@ -51,7 +51,7 @@ class Call:
     """
     ## One forward call of a layer
 
-    Only hooks in the graph refer to it, and `Watch.entered` while its backward runs. If the graph
+    Only hooks in the graph refer to it, and `Watch.entered` until the pass has ended. If the graph
     is dropped without a backward pass, the call is freed with it.
     """
 
@@ -123,7 +123,7 @@ class Watch:
         """
         #### The gradient of an input is complete
 
-        Gradients that a module takes while it computes say nothing about the layer's backward.
+        A module may take gradients in its forward. They say nothing about the layer's backward.
         """
         call = ours()
         if call in self.entered:
@@ -181,7 +181,7 @@ def at_end_of_backward(settle: Callable[[bool], None]) -> None:
 
     * `settle(raised)` gets whether the pass ended with an exception
 
-    If `settle` raises one itself, it is called once more. Otherwise the layer would stay full.
+    If `settle` itself raises, it is called once more. Otherwise the layer would stay full.
     """
     def finish(raised: bool) -> None:
         try:

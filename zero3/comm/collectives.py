@@ -47,7 +47,7 @@ the other. If one stream uses something that another one wrote, it waits for an 
 | the host, at the reduce after the next | the copy to CPU memory | it reads the sums there |
 
 The first row keeps the overlap: a gather is queued before the computation that it overlaps, so it
-waits for earlier layers only. The second row says *this* layer: compute waits for the layer's own
+waits for earlier layers only. The third row says *this* layer: compute waits for the layer's own
 collective, and for an event right after the layer's own copy. If it waited for all of the fetch
 stream, it would also wait for the next layer's copy.
 
@@ -141,8 +141,8 @@ class Communicator(Peers):
 
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
-        # The fetch stream waits for the compute stream, which wrote the shards, and was the last to
-        # read the memory that is allocated now.
+        # The fetch stream waits for the compute stream, which wrote the shards, and has read the
+        # memory that is allocated now.
         with self.on(self.fetch_stream):
             transfer = self.begin([self.group], [sender], "gather", pairs)
             for full, shard in pairs:
@@ -150,8 +150,8 @@ class Communicator(Peers):
                 # Allocate it. Nothing happens if it has its memory already.
                 in_flight.resize(full, full.nbytes)
                 rows = self.rows(full)  # (world_size, shard_numel)
-                # Copy the shard into its row and send the row, so that the buffer that an offloaded
-                # shard was read into is free again.
+                # Copy the shard into its row, and send the row. So a buffer that the shard was read
+                # into is free again.
                 mine = rows[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 transfer.from_cpu |= shard.device != full.device
@@ -179,7 +179,7 @@ class Communicator(Peers):
                     continue
                 parts = grad.view(self.group.size, -1)
                 mine = parts[self.group.rank]
-                # NCCL writes the sum over this rank's own part.
+                # NCCL replaces this rank's own part by the sum.
                 received = mine
                 if self.by_messages:
                     # The other ranks' parts arrive here, and `total` adds them.
@@ -320,8 +320,8 @@ class Communicator(Peers):
         """
         ### Work on a stream, after it has waited for the current one
 
-        Memory that torch's allocator reuses here has then had its last reader, so no tensor needs
-        `record_stream`.
+        So the last reader of any memory that torch's allocator hands out again here has finished,
+        and no tensor needs `record_stream`.
         """
         stream.wait_stream(self.current_stream())
         with self._backend.stream(stream):
@@ -379,15 +379,15 @@ class Communicator(Peers):
             if group.size == 1:
                 continue
             mine = announced(row, self.device)
-            # NCCL runs collectives in order, so this one meets the announcements of the other
-            # ranks, whatever they are about to send.
+            # NCCL runs collectives in order. So this one brings the other ranks' announcements,
+            # whatever they are about to send.
             order = mine.new_empty(group.size, 4)
             if self.by_messages:
                 order[group.rank] = mine
             self.send(transfer, group, order, mine, all_gather_single, _ORDER_TAG)
             transfer.orders.append((group, order))
             transfer.order_bytes += _ORDER_BYTES * (group.size - 1)
-        # The stream that compares the announcements waits for them first.
+        # `_arrive` waits for these first, and then for the data.
         transfer.announced = len(transfer.works)
         return transfer
 
@@ -598,8 +598,7 @@ class Transfer(Counted):
         """
         totals: list[torch.Tensor] = []
         if self.add:
-            # The backup stream adds, or copies what NCCL has added, because it may copy the sums on
-            # to CPU memory.
+            # The backup stream takes the sums, because it may copy them to CPU memory next.
             with self.comm.on(self.comm.backup_stream):
                 self._arrive()
                 totals = [self.add(*pair) for pair in self.pairs]
@@ -654,7 +653,7 @@ class Transfer(Counted):
         ### The tag of its next messages
 
         It is made of the announcement and the number of works. So only messages of equal transfers
-        match, and gloo keeps the order of these.
+        match, and gloo keeps those in order.
         """
         name = f"{self.row} {len(self.works)}".encode()
         return _ORDER_TAG + 1 + zlib.crc32(name) % (1 << 30)
