@@ -151,7 +151,7 @@ from zero3 import guards
 from zero3.comm import leaving as leaving
 from zero3.guards import moments
 
-# The heart calls the guards through `moments`, and imports no other file of theirs.
+# The heart calls the guards through `moments`. Of their other files it imports only `options`.
 moments.guards = guards
 
 __version__ = "0.1.0"

@@ -810,8 +810,8 @@ def many_small(small_bytes):
 def test_small_neighbours_share_a_unit():
     """
     The units in the head of `model.py`, and its formulas for what is sent, on ten layers, of which
-    six share a unit. Backward finds three of them full, or all. Breaks if the layers of a unit are
-    gathered one by one.
+    six share a unit. Backward finds two of them full and does not read the first, or it finds all.
+    Breaks if the layers of a unit are gathered one by one.
     Proves `CompiledModel.__init__`, `CompiledModel.layers_together`, `Zero3Model.layers_together`,
     `_units_together`.
     """
@@ -1091,13 +1091,17 @@ def test_ranks_that_take_other_branches_get_an_error_on_all_ranks():
 
 def test_arguments_that_cannot_be_are_errors():
     """
-    Proves `engine_named`, `Eager.missing`, `compile`.
+    They are found before anything changes: the same model can be wrapped afterwards.
+    Proves `engine_named`, `Eager.missing`, `compile`, `wrap`, `Activations.of`.
     """
+    plain = Stack()
     for error, options in ((ValueError, {"limit_numel": 0}), (ValueError, {"bucket_bytes": -1}),
                            (ValueError, {"backend": "hooks"}), (TypeError, {"kind": object}),
-                           (ValueError, {"layer_classes": None})):
+                           (ValueError, {"layer_classes": None}),
+                           (ValueError, {"activations": "disk"})):
         with pytest.raises(error, match="What to do"):
-            compile(Stack(), **{"layer_classes": Block, **options})
+            compile(plain, **{"layer_classes": Block, **options})
+    wrap(plain, Block)
 
 
 def test_new_shapes_are_compiled_again_and_counted():

@@ -52,7 +52,8 @@ offloading ([paper](https://arxiv.org/abs/2504.09983)) with a number of bytes fr
 longer than the layers that it overlaps, the device waits for it at `vacate`. Each micro-batch moves
 the states once more. The CPU memory is torch's pinned memory, which torch rounds up to a power of
 two and keeps for later; a `Ledger` does not count it. A tensor of `optimizer.state` that the caller
-has kept goes on taking device memory, and is no longer the optimizer's.
+has kept goes on taking device memory, and is no longer the optimizer's. One that the caller reads
+while it is away is empty.
 """
 
 from collections.abc import Callable, Iterator
@@ -123,7 +124,7 @@ class StatesAway:
         """
         ### Have the states on the device, wherever they are
 
-        `ShardStates` calls it before anybody reads or writes its states.
+        `ShardStates` calls it before a step, `state_dict` or a checkpoint uses its states.
         """
         self.reload()
         for part in self.parts:

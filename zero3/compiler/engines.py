@@ -19,7 +19,7 @@ compiled once:
 
 $$\text{compilations} \;=\; \text{distinct regions} \;\ll\; 2L$$
 
-**Run this**: `python -m pytest tests/compiler/test_compiler.py -k region`.
+**Run this**: `python -m pytest tests/compiler/test_compiler.py -k within_rounding`.
 
 **Not covered, and what that costs**: nothing is fused across the border between two layers. A
 `release`, a `gather` or a `reduce` inside a region waits until the region ends. So memory is freed
@@ -133,7 +133,7 @@ class Inductor(Eager):
         """
         #### Replace the operations of a region by one
 
-        It takes the place of the last one, because that needs all the others.
+        It takes the place of the last one, because all inputs are there by then.
         """
         inside = set(region)
         inputs = [*dict.fromkeys(node for each in region for node in each.all_input_nodes
@@ -155,7 +155,7 @@ class Inductor(Eager):
 
     def _compiled(self, graph: fx.Graph) -> Callable:
         """
-        #### The function of a region, which takes and returns tensors; equal regions share one
+        #### The function of a region; equal regions share one
         """
         examples = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
         key = f"{graph} {[_shape(example) for example in examples]}"
@@ -177,8 +177,8 @@ def regions_of(graph: fx.Graph) -> list[list[fx.Node]]:
     """
     ## The runs of operations that no communication has to interrupt
 
-    A `wait` ends a region, because what comes after it needs the parameters. The other operations
-    can stand behind the region.
+    A `wait` ends a region, because what comes after it needs the parameters. So do `offload`,
+    `vacate` and `bring`. Those in `DELAYABLE` can stand behind the region.
     """
     regions: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
@@ -219,7 +219,7 @@ def alone(region: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) 
 
 def _sizes(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
     """
-    #### The inputs of a graph that are sizes which the shapes of these nodes depend on
+    #### The sizes among a graph's inputs that the shapes of these nodes depend on
     """
     symbols = free_symbols([node.meta.get("val") for node in nodes])
     return [node for node in graph.nodes if is_symbol_binding_fx_node(node) in symbols]

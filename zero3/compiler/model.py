@@ -16,7 +16,7 @@ input needs a gradient, so backward reads the weights of all layers:
 | full at once | 20 | 30 |
 | elements that a rank sends | $(4 + 3 + 4) \cdot 5 = 55$ | $(4 + 1 + 4) \cdot 5 = 45$ |
 
-With $K$ the layers that stay full from forward to backward, a step sends
+With $K$ the layers that stay full until backward, or that backward does not read, a step sends
 
 $$\Big(3\Psi - \sum_{\ell \in K} P_\ell\Big)\,\frac{N-1}{N} \quad \text{elements per rank}$$
 
@@ -30,9 +30,9 @@ all-gather and one reduce-scatter. Their parameters keep their names. Take 100 l
 | collectives in a step | 297 | 4 |
 | elements that a rank sends | 617,760 | 416,000 |
 
-Alone means `bucket_bytes=0`. Then backward finds three layers full. Together there is room for all
-of them, so backward gathers nothing again. The price: such layers cannot be frozen one by one after
-`compile`, and the parameters of one of them are not in its `parameters()`.
+Alone means `bucket_bytes=0`. Then backward finds two layers full, and does not read the first one.
+Together there is room for all, so backward gathers nothing again. The price: such layers cannot be
+frozen one by one after `compile`, and the parameters of one are not in its `parameters()`.
 
 **Graph breaks.** Dynamo cannot trace everything, for instance a branch that depends on a value.
 Then Python runs that line, and the next line begins another graph. Each graph frees what it has
@@ -94,7 +94,7 @@ ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}
 # The options of `wrap` that are not about hooks.
 _OPTIONS = ("leaf_classes", "offload", "device", "seed", "init", "checkpoint", "mesh",
             "activations")
-# In a unit's `users`: code outside of graphs, until backward ends. No unit, because a unit leaves.
+# In a unit's `users` for code outside of graphs, until backward ends. A unit would leave before.
 _OUTSIDE: Any = object()
 # Dynamo says of these that they were left out on purpose.
 _OURS = ("CompiledUnit._forward_with_hooks", "CompiledUnit.fetch_for_others")
@@ -302,7 +302,8 @@ class CompiledUnit(Unit):
         """
         ### Gather the parameters for code that Dynamo could not trace
 
-        It stays full until the end of backward, and runs with hooks from the next pass on.
+        It stays full until the end of backward. Unless it is the root, later passes run it with
+        hooks.
         """
         if self.order.stack or in_backward() or not self.root.running:
             return super().fetch_for_others()
@@ -399,7 +400,7 @@ class CompiledModel(Zero3Model):
         """
         ### Small neighbours that share a unit, up to `unit_bytes`
         """
-        if not can_share(self.comm):
+        if not (self.unit_bytes and can_share(self.comm)):
             return []
         most_numel = (self.limit_numel - rest_numel) / 2
         traced = [place for place in places if self.is_chain or not place.is_leaf]
@@ -555,8 +556,6 @@ def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Ea
 
     All ranks call it (all-gather).
     """
-    expect(name in ENGINES, "compile: `backend`", f"one of {sorted(ENGINES)}", repr(name),
-           "pass one of these")
     missing = comm.gather(ENGINES[name].missing(device))
     for rank, problem in zip(comm.ranks, missing, strict=True):
         if problem:
@@ -581,7 +580,7 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
 
     * `model` is as for `wrap`
     * `layer_classes` are the classes of its layers; left out, each module of an `nn.Sequential` is
-      a layer
+      a layer, whatever `leaf_classes` says
     * `backend` is "inductor", which fuses operations and needs a C++ compiler on the CPU and Triton
       on a GPU; or "aot_eager", which gives the same bits as hooks
     * `limit_numel` is how many elements may be full at once. Left out, there is room for the rest
@@ -610,6 +609,8 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
         expect(whole(value, least) or (value is None and name == "limit_numel"),
                f"compile: `{name}`", f"a whole number of at least {least}", repr(value),
                "pass such a number")
+    expect(backend in ENGINES, "compile: `backend`", f"one of {sorted(ENGINES)}", repr(backend),
+           "pass one of these")
     for name in options:
         expect(name in _OPTIONS, f"compile: `{name}`", f"one of {sorted(_OPTIONS)}", "another "
                "argument", "leave it out; a graph decides for itself what hooks are told",

@@ -26,8 +26,8 @@ because backward does not read the weights of a.
 
 [DeepCompile](https://arxiv.org/abs/2504.09983) has other names: `keep` is selective unsharding
 there, `prefetch` proactive prefetching, and `offload_states` adaptive offloading (see `away.py`).
-[SimpleFSDP](https://arxiv.org/abs/2411.00284) calls `bucket` bucketing and `sink` reordering.
-`move_activations` has activations leave (see `offload/activations.py`).
+[SimpleFSDP](https://arxiv.org/abs/2411.00284) calls `bucket` bucketing, `prefetch` and `sink`
+reordering. `move_activations` has activations leave (see `offload/activations.py`).
 
 **Run this**: `notebooks/11_compiler.ipynb` prints the graphs of a small GPT before and after them.
 
@@ -88,7 +88,7 @@ def improve(forward: fx.Graph, backward: fx.Graph | None, numel: dict[str, int],
     backward = backward and insert(backward)
     steps.append(("insert", forward, backward))
     kept: list[str] = []
-    # With a part of the layers there are other graphs.
+    # If this graph has only some of the layers, there are other graphs.
     if backward is not None and gathered(forward) == {name for name in numel if numel[name]}:
         forward, backward, kept = keep(forward, backward, numel, limit)
         steps.append(("keep", forward, backward))
@@ -188,8 +188,8 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
     shortest time.
     """
     kept: list[str] = []
-    for gathered in find(backward, gather):
-        (layer,) = layers_of(gathered)
+    for gathering in find(backward, gather):
+        (layer,) = layers_of(gathering)
         # Forward gathers all layers, so it releases this one.
         (released,) = (node for node in find(forward, release) if layer in layers_of(node))
         # Behind its release, forward has the elements of this layer too.
@@ -199,7 +199,7 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
             break
         kept.append(layer)
         forward.erase_node(released)
-        backward.erase_node(gathered)
+        backward.erase_node(gathering)
     return forward, backward, kept
 
 
@@ -347,7 +347,7 @@ def move_activations(forward: fx.Graph, backward: fx.Graph) -> tuple[fx.Graph, f
 
 def _bring(layer: str, token: fx.Node) -> None:
     """
-    #### Bring an activation after the last `wait` before its first use, if there is one
+    #### Bring an activation after the last `wait` before its first use; without one, at the use
     """
     if token.users:
         user = min(token.users)

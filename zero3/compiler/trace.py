@@ -14,8 +14,8 @@ Its input is `x`, and `g` is the gradient of its output:
 | forward gets | `x`, `w` | `x` |
 | | | `w = parameter(a, 0)` |
 | | `y = mm(x, t(w))` | `y = mm(x, t(w))` |
-| forward saves | `x`, `t(w)` | `x`, the number of writes to the shard |
-| backward gets | `x`, `t(w)`, `g` | `x`, that number, `g` |
+| forward saves | `x`, `t(w)` | the number of writes to the shard, `x` |
+| backward gets | `x`, `t(w)`, `g` | that number, `x`, `g` |
 | | | refuse to go on if the shard was written to |
 | | | `w = parameter(a, 0)` |
 | | `dw = mm(t(g), x)` | `dw = mm(t(g), x)` |
@@ -30,8 +30,8 @@ $$\text{activations} \;+\; \lceil P_\ell / N \rceil \text{ elements}$$
 
 **Run this**: `python -m pytest tests/compiler/test_compiler.py -k "weights or errors"`.
 
-**Not covered, and what that costs**: a model that returns a weight, or a view of one. It returns
-the freed parameter, and its first use raises an error.
+**Not covered, and what that costs**: a model that returns a weight. It returns the freed parameter,
+and its first use raises an error. A view of a weight is refused when the model is compiled.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +80,7 @@ class Graphs:
     ## What has been made of one traced graph
     """
 
-    number: str  # of the frame of Python code, and how often that was compiled: "0/1"
+    number: str  # of the frame of Python code, and how often it was compiled before: "0/1"
     broken: str  # why the trace ended before the model did, or empty
     # The name of each pass, and the graphs after it; first "traced". Without gradients there is no
     # backward graph.
@@ -223,7 +223,7 @@ def refuse_views(graph: fx.Graph, places: Sequence[Place | None]) -> None:
 
 def _storage(node: fx.Node) -> Any:
     """
-    #### What tells whether two traced tensors share their memory
+    #### What traced tensors of the same memory have in common
     """
     value = node.meta.get("example_value")
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:

@@ -1,8 +1,8 @@
 """
 # Clean: a model that really is smaller
 
-`clean` makes compression permanent. Pruned rows and heads disappear from the shapes, and weights
-are stored in their bits.
+`clean` makes compression permanent. Pruned rows, channels and heads disappear from the shapes, if
+their rule has `follows`, and weights are stored in their bits.
 
     from zero3.compression import clean, compress, read, write
 
@@ -32,8 +32,8 @@ Single elements save bytes and no multiply-adds.
 Without `follows` the zeros stay. Rows may go if zero stays zero on the way to the next layer, as it
 does in a ReLU, a GELU or a dropout, and not in a sigmoid or a norm. Columns may always go.
 
-A model without pruned rows and heads has the same outputs as before, to the bit. With them, kernels
-may add the remaining terms of a sum in another order.
+If no shape changes, the outputs are the same as before, to the bit. In smaller shapes kernels may
+add the remaining terms of a sum in another order.
 
 **Run this**: `python -m pytest tests/compression/test_clean.py`.
 
@@ -90,7 +90,8 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
       thresholds are taken over first (all-gather; all ranks call it)
 
     Raises `ValueError` if nothing is compressed, if a layer in `follows` does not exist or has
-    another shape, or if columns go from the middle of a group that shares a scale.
+    another shape, or if columns go from the middle of a group that shares a scale. Raises
+    `RuntimeError` if codes do not give the trained weight; the model is half cleaned then.
     """
     modules = named_modules(model)
     if trained is not None:
@@ -225,7 +226,7 @@ class Plan:
 
     def store(self) -> None:
         """
-        ### Store the weight in its bits, if that is less
+        ### Store the weight in its bits, if a rule has rounded or pruned it
         """
         if self.grid is None and self.kept is None:
             return

@@ -12,7 +12,7 @@ Names are those of `nn.Sequential(*layers)`, and patterns are those of a shell; 
 matches either. The rules apply to every layer with a `weight` that matches.
 
 **After each step** of an optimizer that trains parameters of the model, the schedule advances by
-one.
+one. Of several optimizers it follows the one with the most steps.
 
 | | on each rank | between ranks |
 |---|---|---|
@@ -86,8 +86,9 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
     All ranks call it alike, before wrapping.
 
     * `model` is a module, or a list of layers
-    * `rules` has a list of `Prune` and `Quantize` for each pattern of names. Elements are pruned
-      first, then rows, channels and heads; then the weight is quantised
+    * `rules` has a list of `Prune` and `Quantize` for each pattern of names: at most one each for
+      elements, for rows, channels or heads, for the weight's bits, and for the input. They apply in
+      this order
 
     Returns the record of what is compressed. Raises `TypeError` for anything that is no rule, and
     `ValueError` if the model is sharded, if a pattern matches nothing new, if a weight is tied, or
@@ -202,7 +203,7 @@ class Compression:
 
         * `args` and `kwargs` are those of its `step`
 
-        A new one, beside others or in their place, begins with the step before.
+        The first step of a later optimizer counts as the last step of the others.
         """
         # `step(closure)` calls `step()`, which has been counted.
         closure = [*args[1:], kwargs.get("closure")]
@@ -278,7 +279,8 @@ def _check(name: str,
            f"compress: the rules of `{name}`", "a list of `Prune` and `Quantize`", repr(rules),
            "pass one", TypeError)
     expect(len({*map(_class_of, rules)}) == len(rules), f"compress: the rules of `{name}`",
-           "one of each kind", rules, "leave one of them out")
+           "at most one for elements, one for rows, channels or heads, one for weights and one for "
+           "inputs", rules, "leave one of them out")
     # `clean` removes channels from the input, and so from the range of a batch.
     removes = any(isinstance(rule, Prune) and rule.kind != "row" and rule.follows for rule in rules)
     rounds = any(isinstance(rule, Quantize) and rule.of == "input" for rule in rules)

@@ -28,13 +28,13 @@ third part is from [TinyBERT](https://arxiv.org/abs/1909.10351), section 3.
     optimizer = Zero3Optimizer(student, torch.optim.AdamW, lr=1e-3)
     optimizer.backward(teaching(x, lambda logits: F.cross_entropy(logits, y)))
 
-**Both are sharded.** The teacher has no gradients and no optimizer. In a step it sends a third of
-what training it would, for one gather.
+**Both are sharded.** The teacher has no gradients and no optimizer. A step gathers it once, so
+it sends a third of what training it would.
 
 **Run this**: `python -m pytest tests/compression/test_distill.py`.
 
-**Not covered, and what that costs**: models that are not chains; layers whose width differs. All
-outputs that are compared stay in memory until the loss is there.
+**Not covered, and what that costs**: models that are not chains; layers whose width differs. The
+outputs of all layers stay in memory until the loss is there, also with `hidden=0`.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,10 +71,10 @@ def distill(student: Chain,
     * `logits` is $\alpha$, from 0 to 1, and `hidden` is $\beta$
     * `temperature` is $T$
 
-    Returns the loss, a function of this rank's batch and of the task's loss, which itself is one of
-    the student's outputs, `(..., classes)`. All ranks call it together. Raises `TypeError` for
-    models that are no chains, and `ValueError` for impossible numbers, or if layers do not have the
-    same parameters.
+    Returns a function `(x, task)` of this rank's batch, which returns the loss. `task` makes the
+    task's loss of the student's outputs, `(..., classes)`. All ranks call it together. Raises
+    `TypeError` for models that are no chains, and `ValueError` for impossible numbers, or if layers
+    do not have the same parameters.
     """
     for model in (student, teacher):
         expect(isinstance(model, (Zero3Sequential, nn.Sequential)), "distill", "two chains, each "

@@ -9,8 +9,8 @@ the stored one. **Two layers of 100 elements** on two ranks, after forward:
 
 | | stored, sharded | compressed |
 |---|---|---|
-| kept by autograd | 50 + 50 | 100 + 100 |
-| freed | 50 + 50 | 0 |
+| if autograd keeps it | 50 + 50 | 100 + 100 |
+| with `Compressed` | 50 + 50 | 0 |
 
 So the module frees it, as a layer frees its flat parameter. In backward:
 

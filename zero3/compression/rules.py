@@ -57,8 +57,8 @@ class Quantize:
       anywhere in the range
     * `start` is the optimizer's step from which weights are rounded. At `end` the bits have fallen
       from `start_bits` to `bits`; left out, they are `bits` from the start
-    * `of` is "weight", or "input" with the range of this rank's rows, so that ranks round alike
-      only if these are alike
+    * `of` is "weight" or "input". An input is rounded within the range of this rank's rows, so
+      ranks with other rows round differently
 
     Raises `ValueError` for anything else.
     """
@@ -108,7 +108,8 @@ class Prune:
     * `kind` is "element"; "row", an output of the layer with its bias; "channel", an input; or
       "head", a block of inputs
     * `start` and `end` are steps of the optimizer; without `end` the sparsity is reached at once
-    * `scope` is "layer", or "global" for elements: then all weights of the rule share one threshold
+    * `scope` is "layer", or "global" for elements: then all weights that its pattern matches share
+      one threshold
     * `regrow` gives pruned elements the gradient that they would have if they were left
     * `heads` is how many heads the inputs are made of
     * `follows` are other layers that `clean` makes smaller too, by their names beside this one: for

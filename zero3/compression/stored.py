@@ -22,14 +22,15 @@ and one more for each scale if codes are not symmetric. The values are those tha
 with, bit for bit, and `clean` compares them.
 
 **Reading the file without this package.** The file's metadata have an entry `zero3`, whose
-`weights` say of each weight its `shape`, `dtype` and `bits`, and which value the smallest code
-stands for, `least`. A symmetric weight of 4 bits, none of it pruned, is
+`weights` say of each weight its `shape`, `dtype` and `bits`, and `least`, which is added to each
+code. Then the `zeros` are subtracted, if there are any. With 1 bit the codes 0 and 1 stand for −1
+and 1. A symmetric weight of 4 bits, none of it pruned, is
 
     byte = tensors["0.weight.codes"]
-    codes = torch.stack([byte & 15, byte >> 4], dim=1).view(-1)[:numel] + least
+    codes = torch.stack([byte & 15, byte >> 4], dim=1).view(-1)[:numel].float() + least
     weight = (codes.view(rows, -1) * tensors["0.weight.scales"]).view(shape)
 
-**Run this**: `python -m pytest tests/compression/test_clean.py -k bytes`.
+**Run this**: `python -m pytest tests/compression/test_clean.py -k bits`.
 
 **Not covered, and what that costs**: kernels that compute with codes, such as those of torchao. The
 weight is made in full for each forward pass, so the cleaned model is small at rest and not fast.
@@ -72,7 +73,9 @@ class Stored(nn.Module):
         """
         ### Prepare for a weight
 
-        * `mask` is `(numel / 8,)` uint8, `scales` `(rows, 1)` fp32, and `zeros` `(rows, 1)` uint8
+        * `about` is what the file says of it
+        * `mask` is uint8, a bit for each element; `scales` are fp32 and `zeros` uint8, each
+          `(scales, 1)`, with one for each group of neighbours
         """
         super().__init__()
         self.about = about

@@ -13,12 +13,12 @@ The layer shards, gathers and frees the stored weight, and each rank makes the s
 from it.
 
 **A mask is one number.** Give each element of a weight a *key*: the bits of its magnitude, followed
-by the bits of its place. With magnitudes of three bits and places of two, the weights 1, −7, 4, 1
-have the keys
+by the bits of its place. With magnitudes of three bits and places of two, the weights 1, −7, 1 have
+the keys
 
-$$001\,00 = 4 \qquad 111\,01 = 29 \qquad 100\,10 = 18 \qquad 001\,11 = 7$$
+$$001\,00 = 4 \qquad 111\,01 = 29 \qquad 001\,10 = 6$$
 
-No two keys are equal, so exactly one threshold prunes two of four: all keys up to 7.
+No two keys are equal, so a threshold can prune exactly two of three: all keys up to 6.
 `thresholds.py` finds it without gathering the weight. Rows, channels and heads need none.
 
 **Gradients.** A pruned element gets no gradient. With `regrow` it gets the one that it would have
@@ -29,8 +29,8 @@ Gradients](https://arxiv.org/abs/1308.3432).
 
 **Run this**: `python -m pytest tests/compression/test_compression.py -k fake`.
 
-**Not covered, and what that costs**: making a mask takes 8 bytes for each element of a weight, for
-a moment. Weights of fp64 have no keys.
+**Not covered, and what that costs**: making a mask takes 16 bytes for each element of a weight,
+for a moment. Weights of fp64 have no keys.
 """
 
 from dataclasses import dataclass
@@ -200,7 +200,8 @@ class PrunedElements(Pruned):
         bits = values.detach().contiguous().view(integer).long()
         bits &= torch.iinfo(integer).max  # no sign
         places = torch.arange(first, first + len(bits), device=bits.device)
-        return (bits << self.units().bit_length()) | places
+        bits <<= self.units().bit_length()
+        return bits.bitwise_or_(places)
 
 
 class PrunedParts(Pruned):

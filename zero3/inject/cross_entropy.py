@@ -24,12 +24,12 @@ $$L = \frac{1}{T} \sum_{i=1}^{T} \Big( \log \sum_v e^{W_v \cdot h_i} - W_{y_i} \
 \frac{\partial L}{\partial W_v \cdot h_i} = \frac{1}{T} \big( \text{softmax}(W h_i)_v -
 [v = y_i] \big)$$
 
-Backward only multiplies the two finished gradients by the gradient that comes in.
+Backward only multiplies the finished gradients by the gradient that comes in.
 
 **Run this**: `python -m pytest tests/inject/test_inject.py -k chunks`.
 
-**Not covered, and what that costs**: the gradient of the head's weight exists from forward to
-backward, as large as the weight. Class weights and label smoothing are not here.
+**Not covered, and what that costs**: the gradients of the hidden states and of the head exist
+from forward to backward, in fp32 or wider. Class weights and label smoothing are not here.
 """
 
 import torch
@@ -130,7 +130,7 @@ class _Chunked(torch.autograd.Function):
 def _over_ranks(split: Line | None, total: torch.Tensor, of_target: torch.Tensor
                 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    #### Logarithms of sums and logits of targets, `(rows, 1)` each, over all tokens (all-gather)
+    #### The logarithm of the sum and the target's logit, over the tokens of all ranks (all-gather)
     """
     if split is None:
         return total, of_target

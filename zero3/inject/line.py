@@ -63,6 +63,9 @@ class Line:
 
     def __init__(self, group: Group, sequence: bool = False):
         """
+        ### Make a communicator of these ranks
+
+        * `group` has the ranks of the mesh dimension
         * `sequence` says that there must be streams
         """
         self.group = replace(group, same_layers=True)
@@ -131,7 +134,7 @@ class Line:
         """
         ### The parts of all ranks in a row (all-gather)
 
-        * `x` is this rank's, of `size` elements along `dim`
+        * `x` is this rank's part; all parts have `size` together along `dim`
 
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
         """

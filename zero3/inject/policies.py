@@ -222,7 +222,8 @@ def cross_entropy(*more: type, rows: int = 1024) -> Policy:
 
     For Hugging Face's `GPT2LMHeadModel`, `LlamaForCausalLM` and their like, and the classes `more`.
     Called with `labels`, they return the loss, and `None` for the logits. Without labels nothing
-    changes. Within 1e-5 of the plain loss in fp32.
+    changes, nor with an argument that `CrossEntropy.others` names, such as `return_dict`. Within
+    1e-5 of the plain loss in fp32.
 
     * `rows` is the number of positions in a chunk
     """

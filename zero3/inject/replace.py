@@ -150,7 +150,9 @@ def inject(model: nn.Module, policies: Iterable[Policy], strict: bool = True) ->
     * `strict=False` leaves modules as they are if a policy does not fit them; `report` lists them
 
     Returns the model. Raises `ValueError` if a policy finds no module of its classes, or one that
-    does not fit, and `RuntimeError` if the model is sharded already. The model is unchanged then.
+    does not fit, or comes twice, and `RuntimeError` if the model is sharded already. The model is
+    unchanged then. Raises `RuntimeError` too if a layer that `tensor_parallel` splits has another
+    policy; build the model anew then.
     """
     policies = sorted(policies, key=lambda policy: policy.by.all_or_none)
     lines = report(model, policies)
@@ -195,6 +197,8 @@ def _check(model: nn.Module,
 def report(model: nn.Module, policies: Iterable[Policy]) -> list[Finding]:
     """
     ## What `inject` would replace, and what it would not and why
+
+    Raises `RuntimeError` if the model is sharded.
     """
     sharded = [path for path, module in model.named_modules() if is_sharded(module)]
     expect(not sharded, "inject", "a plain model", f"`{sharded[:1]}` is sharded", "inject before "
@@ -209,6 +213,8 @@ def restore(model: nn.Module) -> nn.Module:
     ## Give all modules of a model their own classes back, with the trained weights
 
     * `model` is plain: what `destroy` returned, or a model that was never wrapped
+
+    If `tensor_parallel` has split it, all ranks must call it (all-gather of each weight).
 
     Returns the model. Raises `RuntimeError` if it is still sharded.
     """
@@ -241,8 +247,8 @@ def _problem(module: nn.Module, policy: Policy) -> str:
     for owner, names in (*owners, ("this one", vars(module))):
         if other := methods & {*names}:
             return f"{owner} has a `{min(other)}` of its own"
-    options: Any = policy.new_class(kind)
-    return options.problem(module)
+    new_class: Any = policy.new_class(kind)
+    return new_class.problem(module)
 
 
 def become(module: nn.Module, by: type[Replacement], **options: Any) -> None:

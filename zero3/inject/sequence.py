@@ -30,7 +30,7 @@ $$\underbrace{8 L\,\frac{t-1}{t}\,T d b}_{\text{as before}} +
 \underbrace{2\,\frac{t-1}{t}\,T d b}_{\text{both ends of the stream}}$$
 
 bytes, and keeps $t$ times fewer activations of the stream. Section 4.2.2 of [Korthikanti et
-al.](https://arxiv.org/abs/2205.05198) has $f$ and $g$ there too.
+al.](https://arxiv.org/abs/2205.05198) calls the two $g$ and $\bar g$.
 
 **Weights of norms** get a gradient from each rank's own positions. So do biases that are added
 after $g$. Both are all-reduced in backward, $2\frac{t-1}{t}$ times their bytes.
@@ -169,7 +169,7 @@ class SequenceBorder(Border):
 
     def states(self, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """
-        ### The arguments that are parts of sequences: the first one, or those with a known name
+        ### The arguments that are parts of sequences: the first one, and those with a known name
 
         Masks and positions are whole.
         """

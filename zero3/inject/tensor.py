@@ -30,9 +30,9 @@ After both of them all ranks have the same bits, so weights that are not split s
 communication.
 
 **Vocabulary.** Embedding and head are split by tokens. A rank looks up the tokens that it has, and
-zeros for the others, and $g$ adds them up. The head's logits are gathered, except for the loss:
-`chunked_cross_entropy` exchanges the sum of $e^{\text{logit}}$ and the logit of the target, two
-numbers for each position.
+zeros for the others, and $g$ adds them up. The head's logits are gathered. With the policy
+`cross_entropy` the loss needs no gather of logits: it exchanges the logarithm of the sum of
+$e^{\text{logit}}$ and the logit of the target, two numbers for each position.
 
 A layer with attention and a feed-forward network has both twice. For $T$ positions of $d$ features
 with $b$ bytes, on $t$ ranks, a rank sends in a layer's forward and backward
@@ -81,7 +81,8 @@ class Pattern:
     """
     ## Which layers of a module are split, and how
 
-    All are names of modules or numbers inside it. Names that it does not have are passed over.
+    All are names of modules or numbers inside it. Names that it does not have are passed over, but
+    in `dropouts` and `after` they are errors.
     """
 
     columns: tuple[str, ...] = ()

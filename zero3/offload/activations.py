@@ -106,6 +106,13 @@ class Activations:
             expect(whole(value, least), "Activations", f"`{name}`, a whole number of at least "
                    f"{least}", repr(value), "pass one")
 
+    @classmethod
+    def of(cls, activations: "Activations | Offload | str") -> "Activations":
+        """
+        ### Turn the argument `activations` of a layer or a model into one of these
+        """
+        return activations if isinstance(activations, Activations) else cls(activations)
+
     def moves_from(self, device: torch.device) -> bool:
         """
         ### Whether the tier is another memory than that of a layer on `device`
@@ -122,9 +129,7 @@ class LayerActivations:
         """
         ### Take the argument `activations` of a layer
         """
-        if not isinstance(activations, Activations):
-            activations = Activations(activations)
-        self.activations = activations
+        self.activations = Activations.of(activations)
         # Weakly, because the layer refers to this object.
         self.layer = weakref.ref(layer)
 

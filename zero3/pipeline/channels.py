@@ -1,7 +1,7 @@
 r"""
 # Channels: activations and gradients between the ranks of a pipeline
 
-`Channels` sends tensors to the rank of the next or the previous stage, and receives theirs.
+`Channels` sends tensors to the ranks of other stages, and receives theirs.
 
 A stage hands on what its last layer returns: tensors, also in tuples, lists and dicts. The next
 rank has to know their shapes before they arrive. Each message consists of up to three parts:
@@ -17,6 +17,8 @@ sends four announcements, one description, and 2,048 bytes of tensors.
 
 $$\text{sent by a rank} = \text{micro-batches} \cdot (\text{bytes of activations} +
 \text{bytes of gradients})$$
+
+Tied weights come on top: they go by the same channels, from their first stage to their last one.
 
 The announcement says what the receiver should be about to do. If it is about to do something else,
 it raises an error, because both would wait forever. Or it says that the sender has failed. So an
@@ -57,7 +59,7 @@ from zero3.pipeline.schedules import KINDS, Action
 
 # Tensors, in tuples, lists and dicts of any depth.
 Tree = Any
-# What they may have besides.
+# The leaves of a tree.
 LEAVES = (torch.Tensor, int, float, str, type(None))
 # In the place of the kind in an announcement: the sender has failed.
 _FAULT = -1
@@ -121,6 +123,7 @@ class Channels:
         ### Refuse batches that cannot be cut, or that differ between the stages of a pipeline
 
         * `problem` is what is wrong with this rank's, or empty; `batch` is what it is like
+        * `expected` and `cure` are as for `expect`
 
         All ranks call it before anything moves: an all-gather of these texts by gloo. Pipelines
         side by side may have different shapes. Raises `ValueError` on all ranks.

@@ -255,7 +255,7 @@ class Pipeline(ShardedModel):
             try:
                 yield found
             except BaseException as error:
-                if writeback:
+                if writeback and not isinstance(error, GeneratorExit):
                     # The other stages wait for this one in `agree`.
                     self.comm.gather(f"{type(error).__name__}: {error}")
                 raise
@@ -327,7 +327,7 @@ class Pipeline(ShardedModel):
         #### Carry out the actions of a batch, and return its mean loss
         """
         optimizer = batch.optimizer
-        # Who looks for layers among the modules does not find this one.
+        # A search of the modules for layers does not find this one.
         for layer in self.borrowed:
             layer.listener = self.listener
             layer.reducer = self._first.reducer

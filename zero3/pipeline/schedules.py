@@ -86,7 +86,7 @@ class Action(NamedTuple):
     | send tied | this rank's shard of the tied weights, to the last stage that uses them |
     | receive tied | that shard |
     | send tied gradient | reduce the gradient of those weights, and send this rank's shard of it |
-    | receive tied gradient | add it to the own gradient of the weights, and reduce that |
+    | receive tied gradient | add it to the own gradient of the weights, which is reduced last |
 
     From `unshard` on, `micro_batch` is −1.
     """

@@ -151,8 +151,11 @@ class Plan:
         """
         ### Find the tied weights
 
-        * `ranks` is the length of the pipeline
+        * `layers` are those of the whole model, and `ranks` is the length of the pipeline
         * `counts` has the number of layers of each stage
+
+        Raises `ValueError` for counts that do not fit, for tied weights of other pairs of stages,
+        and for a stage without weights.
         """
         self.layers = layers
         self.ranks = ranks

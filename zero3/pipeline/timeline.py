@@ -146,7 +146,7 @@ class Costs(NamedTuple):
     reduces: int  # of a stage
     sends: int  # of activations, and of their gradients
     kept: int  # most micro-batches whose activations it has, of all its stages together
-    whole: int  # most stages that are whole at a time
+    whole: int  # most stages at a time between `unshard` and `reshard`
 
 
 def costs(listed: list[Action]) -> Costs:

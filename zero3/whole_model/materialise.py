@@ -86,7 +86,7 @@ class Source:
              path: str,
              names: dict[torch.Tensor, list[str]]) -> dict[torch.Tensor, torch.Tensor]:
         """
-        ### Give values to the tensors of a layer that have none
+        ### Give values to the tensors of a layer that have none, or to all from a checkpoint
 
         * `modules` are the layer's own, by their names in `model`; `path` is the layer's name
         * `names` are all names of each tensor in the model
@@ -243,10 +243,10 @@ def save(units: list[Any], folder: Path) -> None:
 
     * `units` are the `Unit`s of the model, the root first
 
-    Writes safetensors, a file for each unit and an index, in Hugging Face's layout. All ranks must
-    call it, because each unit is all-gathered; rank 0 writes. A parameter with several names is
-    written once. A model of Hugging Face's gets its `config.json`, so that `from_pretrained` opens
-    the folder.
+    Writes safetensors, a file for each unit with tensors and an index, in Hugging Face's layout.
+    All ranks must call it, because each unit is all-gathered; rank 0 writes. A parameter with
+    several names is written once. A model of Hugging Face's gets its `config.json`, so that
+    `from_pretrained` opens the folder.
 
     Raises `RuntimeError` on all ranks if rank 0 cannot write (invariant I6).
     """

@@ -26,7 +26,7 @@ $$(n - 1)\, t \quad \text{seconds, and cost} \quad \sum_{i=1}^{n} P_{u_i} \quad
 while they are copied.
 
 The values are the same, bit for bit. `wrap(..., bucket_numel=6)` does this for units that follow
-each other, from the second step on. Larger units are gathered alone.
+each other, from the first backward pass on. Larger units are gathered alone.
 
 When a bucket is unpacked, its $k$ units of $P$ elements are there twice, and the units before it
 are free. So the most is $2 k P$ elements.

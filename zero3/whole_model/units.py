@@ -8,16 +8,18 @@ A model that is no chain has no list of what comes next. But each step does the 
 before it. So the first forward pass is *traced*, and gathers on demand. From then on the trace says
 which units to gather while others compute.
 
-Take three units of 10 elements, a, b and c, with room for 10 elements ahead. After the first step:
+Take the root and three units of 10 elements, a, b and c, with room for 10 elements ahead. After the
+first step:
 
 | the pass reaches | gathered on demand | prefetched | freed afterwards |
 |---|---|---|---|
-| forward, a | a | b | a |
+| forward, the root | the root | a | |
+| forward, a | | b | a |
 | forward, b | | c | b |
 | forward, c | | | nothing: backward begins with c |
 | backward, c | | b | c |
 | backward, b | | a | b |
-| backward, a | | | a |
+| backward, a | | | a, then the root |
 
 A pass that goes another way is noticed at the first difference. From there on it gathers on demand,
 and the next pass expects the new order.
@@ -36,7 +38,7 @@ forward to backward, which saves their second all-gather.
 | a layer | shortly before it computes | its end, forward and again backward | 2 |
 | the last one | the same | the end of its backward, from the second step on | 1 |
 | the root | the beginning of forward | the end of backward | 1 |
-| a persistent one | its first use after a step | its first use after the next step | 1 |
+| a persistent one | its first use after a step | the first forward after the next step | 1 |
 
 The first three counts are per micro-batch. A unit is always in one of these states:
 
@@ -58,7 +60,8 @@ gathered on demand; other methods of the model that use parameters of the root r
 that is called twice stays full in backward from one call to the other. If a module has an attribute
 that units have themselves, `layer_idx` for instance, read it from `unit.module`. `isinstance` says
 of a unit what it says of its module, `type` does not; and `isinstance(unit, Iterable)` is true for
-all units. A write through `.data` of a persistent unit's shard is seen only after `release_all()`.
+all units. A write through `.data` of a persistent unit's shard is seen only after the next step, or
+after `release_all()`.
 """
 
 import weakref
@@ -225,7 +228,7 @@ class Unit(StandIn, Zero3Layer):
         self.path = path
         self.title = module.title if isinstance(module, Together) else path or "the rest"
         self.leaf = leaf
-        # `wrap` sets this and the three lists below.
+        # `wrap` sets this, and fills the three lists below.
         self.persistent = False
         self.training = module.training
         self.numel = sum(len(flat.full) for flat in self.flats)
@@ -411,13 +414,11 @@ class Unit(StandIn, Zero3Layer):
         ### Wait until the parameters are here, and let them be used
         """
         self._wait_params()
-        if self.is_fetched:
-            for flat in self.flats:
-                flat.show()
+        self.show_again()
 
     def _release(self, call: Call | None = None) -> None:
         """
-        #### Reshard, unless another unit uses the parameters or the unit computes again soon
+        #### Reshard, unless another unit uses it, it computes again soon, or it persists
         """
         self.users.discard(self)
         if call is not None and self.order.trace.kind == "forward":
@@ -595,7 +596,7 @@ class TracedOrder(Schedule):
         """
         ### Gather these units, and start with the ones that come soon
 
-        Raises `RuntimeError` if that is more than may be full.
+        Raises `RuntimeError` if the wanted ones are more than may be full.
         """
         upcoming = self.trace.upcoming()
         self._make_room(wanted, upcoming)

@@ -19,7 +19,7 @@ $$\underbrace{P_{\text{root}}}_{\text{forward and backward}} + \;
 \;\ge\; \text{full elements at any moment}$$
 
 If units use each other's parameters, or are inside each other, $P_\ell$ counts all of them.
-Persistent units come on top.
+Persistent units come on top, and the packed buffers of `bucket_numel` (see `together.py`).
 
 A parameter with two names has one owner: the root if it has it, and otherwise the first unit that
 does. For the other units it is an external parameter.
@@ -373,7 +373,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
     * `leaf_classes` become units together with everything inside them: whatever depends on a rank's
       data, for instance the experts of a mixture with their router
     * `prefetch_numel` elements are gathered ahead, or not freed because they are needed again soon;
-      left out, as many as the largest unit has
+      left out, as many as the largest unit has, but for the root
     * `max_live_numel` is how many elements of full parameters there are at once, at most, but for
       `full_params` and `save`; left out, any number
     * `persist_below_numel`: as for `mark_persistent_parameters`
@@ -409,7 +409,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
                     getattr(model, "_init_weights", None))
     return kind(model, classes_of(layer_classes), classes_of(leaf_classes), source,
                 prefetch_numel, max_live_numel, persist_below_numel, bucket_numel,
-                Offload.of(offload), mesh, activations)
+                Offload.of(offload), mesh, activations and Activations.of(activations))
 
 
 class _Wrapping:
@@ -445,7 +445,7 @@ class _Wrapping:
 
     def units_of(self, layers: tuple[type, ...], leaves: tuple[type, ...]) -> list[Unit]:
         """
-        ### Make the units, the root first
+        ### Make the units, and return them with the root first
         """
         places = [*_places(self.model, "", layers, leaves)]
         kind = type(self.model).__name__
@@ -483,7 +483,7 @@ class _Wrapping:
         """
         layers = {place.layer for place in places}
         tied = {t for t, names in self.names.items() if len(names) > 1}
-        # Layers without units inside of them.
+        # Layers without units inside of them, whose tensors have one name each.
         may_share = [place for place in places
                      if tied.isdisjoint(place.layer.parameters())
                      and layers.intersection(place.layer.modules()) == {place.layer}]
