@@ -103,7 +103,7 @@ PATH = (
         ("notebooks/03_one_layer.ipynb", "How does `Zero3Layer` work, step by step?")),
     chapter(
         "The idea in one file",
-        "a chain that trains, in one file that imports torch and nothing else",
+        "a chain that trains, in one file that needs torch and nothing else",
         ("zero3/minimal.py", "the idea, whole, in one file")),
     chapter(
         "The tape",

@@ -49,10 +49,12 @@ def clip_grad_norm_(model: nn.Module,
 
     Call this between backward and the optimizer's step, in place of
     `torch.nn.utils.clip_grad_norm_`. All ranks must call it: it all-gathers 8 bytes for each
-    trainable shard. Returns the norm before clipping, in fp64 and with the same bits on all ranks.
+    trainable shard, and over the stages of a pipeline, or the ranks that split weights, a flag and
+    8 bytes. Returns the norm before clipping, in fp64 and with the same bits on all ranks.
 
-    Raises `RuntimeError` if parameters are not sharded, or if a gradient is scaled or does not rest
-    in its shard; `Zero3Optimizer(clip_grad_norm=)` clips those.
+    Raises `RuntimeError` if parameters are not sharded, or not all over the same ranks, and if
+    `norm_type` is not positive. Also if a gradient is scaled, held back by `no_sync()`, or not in
+    its shard: `Zero3Optimizer(clip_grad_norm=)` clips those.
     """
     for line in {vars(m)["line"] for m in model.modules() if "line" in vars(m)}:
         # Under tensor parallelism other ranks have parts of the same weights (see

@@ -148,9 +148,9 @@ class Sharded(Trained, Guarded):
 
         All ranks must enter and leave together. Inside, the layer may be read, called and written
         to. With `writeback=True` the values that rank 0 wrote are sharded at the end. If a rank
-        raises an exception in the block, nothing is written, and the other ranks raise
-        `RuntimeError`. Without `writeback` such values are lost, with a warning. Afterwards
-        the parameters are freed again: `clone` the values to keep.
+        raises an exception in such a block, nothing is written, and the other ranks raise
+        `RuntimeError`. Without `writeback` written values are lost, with a warning. Afterwards the
+        parameters are freed again: `clone` the values to keep.
         """
         self.reshard()
         # Into another buffer, so that a view that the caller keeps stays valid.
@@ -197,7 +197,8 @@ class Sharded(Trained, Guarded):
         """
         #### Shard the values that rank 0 has written
 
-        If the block has failed on one rank, all raise `RuntimeError`.
+        If the block has failed on another rank, or a parameter has another shape or type now on
+        one, all raise `RuntimeError`.
         """
         problem = ""
         for flat, full in zip(self.flats, fulls, strict=True):
@@ -206,8 +207,7 @@ class Sharded(Trained, Guarded):
                         "a block that ends without an error, and parameters of the same shape and "
                         "type", problem, "look for the error on that rank; change values only")
         for flat, full in zip(self.flats, fulls, strict=True):
-            flat.storage.load().copy_(self.comm.scatter(full))
-            flat.storage.save()
+            flat.storage.replace(self.comm.scatter(full))
 
     def drop_full_grads(self) -> None:
         """
@@ -321,7 +321,7 @@ def communicator(rank: int | None = None,
 
     * `rank`, `world_size` and `mesh` are as for `Zero3Layer`
 
-    Raises `TypeError` if they are not integers, or come with a mesh.
+    Raises `TypeError` if they are not whole numbers from 0 on, or come with a mesh.
     """
     for number in (rank, world_size):
         expect(number is None or whole(number), "Zero3Layer", "whole numbers for `rank` and "

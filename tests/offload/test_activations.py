@@ -72,9 +72,10 @@ class Block(nn.Module):
         return self.down(self.up(x).tanh())
 
 
-def chain(activations=None, layers=5, make=Block):
+def chain(activations=None, layers=5, make=Block, mesh=None):
     torch.manual_seed(0)
-    return Zero3Sequential([Zero3Layer(make(), activations=activations) for _ in range(layers)])
+    return Zero3Sequential([Zero3Layer(make(), activations=activations, mesh=mesh)
+                            for _ in range(layers)])
 
 
 def batch(seed=0):
@@ -1163,9 +1164,9 @@ def test_a_full_disk_is_an_error_and_nothing_is_lost():
     on_a_small_disk(_full_disk)
 
 
-def faulty(folder, fault):
+def faulty(folder, fault, dims=None):
     where = to_files(folder)
-    model = chain(where)
+    model = chain(where, mesh=dims and init_device_mesh("cpu", (2, 1), mesh_dim_names=dims))
     model(batch()).sum().backward()
     model.zero_grad()
     shelves = where.to.in_use["activations"]
@@ -1195,9 +1196,11 @@ def test_a_faulty_disk_of_one_rank_is_an_error_on_both(fault, told, tmp_path):
     A short read is not taken for whole, and the other rank does not wait for ever.
     Proves `Copy.here`, `Buffers.wait`, `Visit.leave`, `Communicator.fail`.
     """
-    zeros, ones = run(faulty, 2, str(tmp_path), fault)
-    assert told in ones and str(tmp_path) in ones
-    assert "on rank 1" in zeros
+    # A rank that has a node or a replica to itself has to tell the others, too.
+    for dims in (None, ("nodes", "shard"), ("replicate", "shard")):
+        zeros, ones = run(faulty, 2, str(tmp_path), fault, dims)
+        assert told in ones and str(tmp_path) in ones
+        assert "on rank 1" in zeros
 
 
 @pytest.mark.parametrize("options, told", [

@@ -1069,6 +1069,17 @@ def test_a_file_that_was_cooled_is_not_in_the_page_cache(direct, tmp_path):
     assert _disk_bytes(False) - before >= 1 << 20
 
 
+def test_a_file_that_finds_no_space_leaves_no_name(tmp_path):
+    """
+    It would be in the way of the next try, which wants a new file.
+    Proves I10, `File.__init__`.
+    """
+    for nbytes in (1 << 60, 4096):
+        with pytest.raises(OSError) if nbytes > 4096 else contextlib.nullcontext():
+            File(tmp_path, nbytes, False, "named")
+        assert os.listdir(tmp_path) == ["named"] * (nbytes == 4096)
+
+
 def test_the_benchmark_prints_a_table(tmp_path):
     """
     Twelve ways of asking, six of each kind, each told as soon as it was measured. A folder that is

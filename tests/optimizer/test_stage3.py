@@ -445,9 +445,18 @@ class Explodes(nn.Module):
         return y + (y * 0).abs().sqrt() if self.when() else y
 
 
-def floor(loss_scale):
+class Infinite(Explodes):
+    def forward(self, x):
+        y = self.linear(x.sigmoid())
+        if self.when():
+            # Its own gradients are infinite. The differences of infinities below it are NaN.
+            y.register_hook(lambda grad: torch.full_like(grad, math.inf))
+        return y
+
+
+def floor(loss_scale, kind=Explodes):
     here = []
-    layers = [nn.Linear(WIDTH, WIDTH), Explodes(lambda: here and dist.get_rank() == 1),
+    layers = [nn.Linear(WIDTH, WIDTH), kind(lambda: here and dist.get_rank() == 1),
               nn.Linear(WIDTH, WIDTH)]
     model = shard(layers)
     optimizer = Zero3Optimizer(model, loss_scale=loss_scale, scale_floor=16384.0)
@@ -471,9 +480,9 @@ def floor(loss_scale):
 
 def test_at_its_floor_the_scale_raises_and_names_the_layer():
     """
-    Layer 1's backward makes a NaN on rank 1; layer 0's gradient is NaN by consequence, layer 2's is
-    good. All ranks name the same layer. Without a scale there is nothing to lower, so the first
-    time raises. A fixed scale skips. Afterwards training goes on.
+    Layer 1's backward makes a NaN or an infinity on rank 1; layer 0's gradient is NaN by
+    consequence, layer 2's is good. All ranks name the same layer. Without a scale there is nothing
+    to lower, so the first time raises. A fixed scale skips. Afterwards training goes on.
     Proves `Zero3Optimizer.step`, `Zero3Optimizer._overflow`.
     """
     for rank, (scales, text, norm) in enumerate(run(floor, 2, "dynamic")):
@@ -482,6 +491,8 @@ def test_at_its_floor_the_scale_raises_and_names_the_layer():
         assert "Got: a norm of inf or nan in layer 1 (Explodes)." in text
     for scales, text, norm in run(floor, 2, None):
         assert scales == [] and "layer 1 (Explodes)" in text and norm > 0
+    for scales, text, norm in run(floor, 2, None, Infinite):
+        assert scales == [] and "layer 1 (Infinite)" in text and norm > 0
     for scales, text, norm in run(floor, 2, 8.0):
         assert scales == [8.0] * 4 and text == "" and norm > 0
 

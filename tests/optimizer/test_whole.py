@@ -836,6 +836,37 @@ def test_a_message_to_an_owner_that_has_started_is_known_if_the_next_one_fails()
         assert (started, known) == (1, 1)
 
 
+def beside_a_class_that_looks():
+    """How far the weights are from those of two plain optimizers"""
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    model = sharded(copy.deepcopy(plain))
+    options = {"lr": 0.02, "momentum": 0.9}
+    optimizer = Zero3Optimizer(
+        model, torch.optim.Muon, **options,
+        group_by=lambda name, p: {"optimizer": torch.optim.AdamW} if p.ndim == 1 else {})
+    others = [torch.optim.Muon([plain.weight], **options), torch.optim.AdamW([plain.bias])]
+    for seed in range(3):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(seed))
+        for net, steps in ((model, [optimizer]), (plain, others)):
+            net(x).square().mean().backward()
+            for each in steps:
+                each.step()
+                each.zero_grad()
+    with model.full_params() as params:
+        return [(params[f"0.{name}"] - p).abs().max().item()
+                for name, p in plain.named_parameters()]
+
+
+def test_a_class_of_a_group_takes_no_argument_of_the_class_of_the_others():
+    """
+    Matrices go to Muon with its momentum, vectors to AdamW with its own defaults.
+    Proves `Zero3Optimizer.__init__`.
+    """
+    for differences in run(beside_a_class_that_looks, 2):
+        assert max(differences) < 1e-6
+
+
 # ------------------------------------------------------------------------------------------- choice
 
 

@@ -387,7 +387,7 @@ class Entries(Named):
 
         * `here` is what `here()` yields
 
-        A moment is zero in param groups that do not have it by their options.
+        A moment is zero in a piece that does not have it: by its options, or before its first step.
         """
         if key == "param":
             return [(each.where, each.master) for each in here]
@@ -554,7 +554,7 @@ class Entries(Named):
         * `where` is a range of the shard; left out, the whole shard
 
         Returns `(where.stop - where.start,)`. The padding is zero (invariant I5), and so are
-        moments that a param group does not have. A rank that has nothing but padding gets the data
+        moments that a parameter does not have. A rank that has nothing but padding gets the data
         type that the other ranks read.
         """
         shard = flat.parameter.shard
@@ -565,7 +565,7 @@ class Entries(Named):
         having = [own for own in flat.params
                   if key in ("param", *own.found.states["moments"])]
         for own in having:
-            # The first element of the parameter in the range, which may begin inside of it.
+            # Where the parameter begins in the range; negative if that is before the range.
             at = own.slot.offset - first
             begin = max(-at, 0)
             end = min(own.slot.end, last) - own.slot.offset
@@ -700,7 +700,7 @@ def _read_states(checkpoint: CheckpointReader,
 def _on_device(state: dict[str, object], group: dict[str, Any], device: torch.device
                ) -> dict[str, object]:
     """
-    #### Move moments to the device, and for torch's fused and capturable steps their number, too
+    #### Move moments to the device; for torch's fused and capturable steps the counters, too
     """
     all_there = group.get("fused") or group.get("capturable")
     return {key: value.to(device) if isinstance(value, torch.Tensor) and (all_there or value.dim())
@@ -716,7 +716,7 @@ def _check_states(own: Own, needed: dict[str, object]) -> None:
     scalars = decode(own.found.states["scalars"])
     for key, like in needed.items():
         value = scalars.get(key)
-        # A moment of another shape than its parameter is none, and would be found here.
+        # A tensor of another shape than its parameter is no moment: it is among the scalars.
         is_moment = isinstance(like, torch.Tensor) and like.shape == (2,)
         fits = not is_moment and type(value) is type(like) and _kind(value) == _kind(like)
         Broken.unless(fits or key in own.found.states["moments"],

@@ -18,7 +18,7 @@ For a parameter `0.weight` they are here:
 | $v$ | `universal/zero/0.weight/exp_avg_sq.pt` | `optim.state.0.weight.exp_avg_sq` |
 | number of steps | of each parameter; Stage 3 reads one for all | of each parameter |
 | options of param groups | not stored | stored |
-| buffers, frozen parameters | not stored | stored |
+| buffers, frozen parameters outside of layers | not stored | stored |
 | tied parameters | under one name | under each name |
 
 **Run this**: `python -m zero3.checkpoint universal FOLDER OUT` writes the layout of DeepSpeed, and
@@ -89,7 +89,8 @@ def from_tensors(folder: Path,
     * `scalars` has the other optimizer states of a parameter, such as the count of steps
     * `read` returns the values of one tensor for a name and a key
 
-    Raises `Broken` if the folder has checkpoints. After any other error it has an interrupted save.
+    Raises `Broken` if the folder has checkpoints, if another run has locked it, or if tensors do
+    not fit together. After an error while the file is written, it has an interrupted save.
     """
     flats = [flat_entry(name, keys, scalars.get(name, {}))
              for name, keys in tensors.items()]
@@ -340,7 +341,7 @@ def _dcp_groups(checkpoint: Listing, trained: list[str]) -> list[dict[str, objec
     """
     optimizer = checkpoint.manifest["optimizer"]
     if optimizer is None:
-        # A checkpoint made from DeepSpeed's has moments but no options.
+        # A checkpoint that was made from another format has moments but no options.
         return [_dcp_group("AdamW", {}, trained)] if trained else []
     return [_dcp_group(options.pop("optimizer", optimizer["class"]), options, [
                 param.name for param in checkpoint.params if param.entry["param_group"] == i])
@@ -411,8 +412,8 @@ def from_dcp(source: Path, folder: Path) -> None:
     from_tensors(folder, max(steps_taken, default=0), found.tensors, found.scalars, found.read)
 
 
-# The keys of a DCP folder. Of a tensor they are found by the parameter's name and our key, of an
-# option by the number of its param group and its name.
+# The keys of a DCP folder: of a tensor, by the parameter's name and our key; of an option, by the
+# number of its param group and its name.
 DcpKeys = dict[tuple[str, str], str]
 
 

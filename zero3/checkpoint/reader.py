@@ -270,7 +270,7 @@ class StatesEntry(TypedDict, total=False):
     param_group: int | None
     moments: list[str]
     scalars: dict[str, object]
-    params: list[int] | None  # those with these states; in older checkpoints `None` means all
+    params: list[int] | None  # those with these states; `None`, as from `flat_entry`, means all
 
 
 class FlatEntry(TypedDict, total=False):
@@ -343,7 +343,7 @@ class Param:
     @property
     def shape(self) -> tuple[int, ...]:
         """
-        ### The shape in the plain model, and that of a part
+        ### The shape in the plain model; of a part, its own
         """
         part = self.parts[0].part if self.parts else None
         return part.shape if part else tuple(self.entry["shape"])
@@ -635,7 +635,8 @@ def encode(value: object, where: str = "extra") -> Any:
     `decode` returns an equal object. JSON alone has neither tuples nor keys that are numbers, and a
     learning rate scheduler that looks for step 30 would not find "30".
 
-    Raises `ValueError` with the place of an object of another class.
+    Raises `ValueError` with the place of an object of another class, and `Broken` for a tensor of a
+    data type that safetensors lacks.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

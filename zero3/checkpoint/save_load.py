@@ -36,7 +36,8 @@ other stages, or none. The loading model also decides on the tiers and data type
 
 **Not covered, and what that costs**: gradients are not saved, so a save between micro-batches loses
 the sums so far. Random numbers continue exactly only on the same number of ranks, with as many in
-each stage; otherwise each rank begins a new stream of its own. `extra` is taken from rank 0.
+each stage; otherwise each rank begins a new stream of its own. `extra` is taken from rank 0. With
+replicas, only the buffers of the first one are saved.
 """
 
 import json
@@ -201,7 +202,7 @@ class Saving:
         with self._on_all_ranks():
             described = self._prepare(extra)
         self.manifest |= self.entries.manifest(described)
-        # One replica writes, because the others would write the same.
+        # One replica writes. The others have the same shards; their own buffers are not saved.
         listed = (self.entries.entries(self.manifest) if self.entries.comm.in_first_replica
                   else [])
         # The random number states of each replica of this shard (all-gather).
@@ -390,7 +391,10 @@ def load_from(path: Path, entries: Entries, read: Callable[[Path], CheckpointRea
     """
     ## Load a checkpoint of any format
 
-    * `read` opens the folder `path`; the rest is as for `load`
+    * `entries` is the result of `all_here`
+    * `read` opens the folder `path`
+
+    Returns and raises as `load`.
     """
     everywhere = entries.tensor_names()
     with agreed(entries, f"in {path} cannot be loaded", "an intact checkpoint of this model "
@@ -414,7 +418,9 @@ def load_from(path: Path, entries: Entries, read: Callable[[Path], CheckpointRea
 
 def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
     """
-    #### Read everything that this rank will load, to find damage before anything changes
+    #### Read this rank's shards and buffers, to find damage before anything changes
+
+    All ranks together read every moment, also those that an owner will load whole.
     """
     for flat in entries.flats:
         moments = {key for own in flat.params for key in own.found.states["moments"]}

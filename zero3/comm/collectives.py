@@ -251,13 +251,13 @@ class Communicator(Peers):
                     mine: torch.Tensor,
                     options: str = "") -> torch.Tensor:
         """
-        ### All-gather a few numbers of each stage of a pipeline, and wait
+        ### All-gather a few numbers of the ranks with the rest of the model, and wait
 
-        * `mine` are this stage's, `(n,)`
+        * `mine` are those of this stage, or of this part of the weights, `(n,)`
         * `options` are as for `numbers`
 
-        All ranks must call it, with as many numbers. Returns `(stages, n)`. Without a pipeline
-        there is one stage, and nothing is sent.
+        All ranks must call it, with as many numbers. Returns `(stages, n)`. Without a pipeline and
+        without split weights there is one row, and nothing is sent.
         """
         if self.stages.size == 1:
             return mine[None]
@@ -532,7 +532,7 @@ class Communicator(Peers):
             return
         whole = tensor.detach().contiguous()
         group.together("values", dist.broadcast, bytes_of(whole), group_src=source)
-        # Those of the source do not count as written.
+        # The source has the values already, and a copy would count as a write.
         if group.rank != source:
             tensor.detach().copy_(whole)
 

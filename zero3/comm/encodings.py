@@ -100,6 +100,8 @@ class Int8:
     ## 8 bits for an element, and 16 for each block
 
     * `block` is how many neighbours share a scale; an even number
+
+    Raises `ValueError` for another `block`.
     """
 
     block: int = 64

@@ -14,7 +14,7 @@ the three becomes cheaper. The ideas are those of [MiCS](https://arxiv.org/abs/2
 |---|---|---|---|
 | a mesh of nodes | hierarchical gather | across nodes first, then inside | each byte once |
 | `secondary` | hpZ | the node keeps a copy from forward to backward | backward gathers nothing |
-| `weights` | qwZ | gathers 8 bits of each parameter | half of 16 bits |
+| `weights` | qwZ | gathers 8 or 4 bits of each parameter | 8 are half of 16 bits |
 | `gradients` | qgZ | reduces 4 or 8 bits, decoded before they are added | 4 are a quarter |
 
 **Three weights on two nodes of two ranks**, with a mesh ("nodes", "shard"). Ranks 0 and 1 are on
@@ -41,7 +41,7 @@ $$\underbrace{(M-1)\,s\,w}_{\text{forward}} +
 \underbrace{(M-1)\,s\,g}_{\text{gradients}} \quad \text{bytes between nodes}$$
 
 Inside its node it sends $M (L-1)\,s\,(2 w + g)$, with or without a copy. In 16 bits the bytes
-between nodes are $2 + 2 + 2 = 6$ for an element of the shard. With a copy, `Int8` weights and
+between two nodes are $2 + 2 + 2 = 6$ for an element of the shard. With a copy, `Int8` weights and
 `Int4` gradients they are $1.03 + 0 + 0.53 = 1.56$: 26 % of that, or a quarter without the scales.
 The copy costs $M s w$ bytes for each layer that waits for its backward pass: at the end of forward,
 one part in $L$ of the model.
@@ -157,7 +157,7 @@ class Links:
 
 def ranks_of_parts(comm: Communicator) -> Group:
     """
-    ## The ranks that share each shard, in the order of their parts
+    ## The ranks that share a layer, in the order of their parts
     """
     return comm.sharing if isinstance(comm, LinkedCommunicator) else comm.group
 
@@ -195,7 +195,7 @@ class LinkedCommunicator(Communicator):
     @cached_property
     def sharing(self) -> Group:
         """
-        ### Those ranks, of all nodes
+        ### The ranks that share the layer, of all nodes, in the order of their parts
 
         They have no process group yet. All of them ask for it together.
         """

@@ -3,7 +3,7 @@ r"""
 
 `groups_of` turns a mesh, torch's table of ranks, into the groups that share a model.
 
-With a mesh only some ranks of a run share a model. Here four ranks train two models side by side:
+With a mesh some ranks of a run can share a model. Here four ranks train two models side by side:
 
 | mesh | ranks of the model | place of rank 2 | a shard is |
 |---|---|---|---|
@@ -62,7 +62,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero3.comm.order import Group, timeout_of
 from zero3.guards.options import expect
 
-# How long groups wait that were told nothing.
+# How long a group waits if nobody has set its time-out.
 TORCHS_TIMES = (default_pg_timeout, default_pg_nccl_timeout)
 
 
@@ -107,8 +107,8 @@ def wait_as_long(process_group: dist.ProcessGroup) -> None:
     """
     ## Have a group of some ranks wait as long as that of all ranks
 
-    `init_device_mesh` forgets the `timeout` of `init_process_group`, and its groups would wait for
-    half an hour.
+    `init_device_mesh` forgets the `timeout` of `init_process_group`. Its groups would wait for half
+    an hour with gloo, and for ten minutes with NCCL.
     """
     for device in process_group._device_types:
         if timeout_of(process_group, device) in TORCHS_TIMES:

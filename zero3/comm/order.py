@@ -14,8 +14,8 @@ its part of the next collective. So all ranks exchange what they found:
 | raises | an error that names rank 1 | the same error |
 
 These objects are pickled, so this serves while a model is wrapped, saved or loaded. A training step
-exchanges numbers, in `collectives.py`. With $N$ ranks, and objects that take $b$ bytes at most, a
-rank sends
+exchanges numbers, in `collectives.py`, and few small objects. With $N$ ranks, and objects that take
+$b$ bytes at most, a rank sends
 
 $$(N-1)\, b \quad \text{bytes}$$
 
@@ -178,10 +178,10 @@ def all_ranks(rank: int | None = None, world_size: int | None = None) -> Group:
     ## The group of all ranks
 
     * `rank` and `world_size` must be those of the process group, and default to them; without one,
-      to 0 and 1
+      to 0 and 1. If 0 and 1 are passed, this rank trains alone, also in a larger process group
 
     Raises `RuntimeError` if there is no process group of this rank and size, or if torchrun has
-    started several ranks and this one would train alone.
+    started several ranks and this one would train alone, without `world_size=1`.
     """
     has_group = dist.is_available() and dist.is_initialized()
     here = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)

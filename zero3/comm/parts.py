@@ -190,7 +190,7 @@ def _counted(layer: Guarded, flat: FlatParameter) -> list[slice]:
     """
     #### The ranges of a shard that count in the norm of the whole model
 
-    All ranks have whole biases and norms. Those of the first rank count.
+    All ranks have the parameters that are not split, as norms. Those of the first rank count.
     """
     first = layer.comm.rank * len(flat.shard)
     shard = slice(first, first + len(flat.shard))
@@ -201,7 +201,7 @@ def _counted(layer: Guarded, flat: FlatParameter) -> list[slice]:
 
 def inside(outer: slice, where: slice) -> slice:
     """
-    ## A range as one of the range `outer`; empty if it lies elsewhere
+    ## The part of a range inside of `outer`, counted from its start; empty if there is none
     """
     begin, end = (min(max(bound, outer.start), outer.stop) - outer.start
                   for bound in (where.start, where.stop))

@@ -208,6 +208,8 @@ def best(found: list[Choice], has_bytes: float | None) -> Choice | None:
     """
     ## The choice with the fewest bytes between nodes that fits, if there is one
 
+    Bytes that agree in three digits count as equal: then the least memory decides.
+
     * `has_bytes` is the memory of a rank; without it, all choices fit
     """
     fitting = [each for each in found if has_bytes is None or each.peak_bytes <= has_bytes]

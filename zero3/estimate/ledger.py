@@ -85,6 +85,8 @@ class Ledger(Listener):
     | buffers | the buffers between files and memory are made, larger than those so far |
     | activations out | what autograd has saved in a layer begins to leave, for another tier |
     | activations in | it begins to come back |
+    | sum, gather | the ranks that split a layer exchange parts of it |
+    | forward, send, ... | a pipeline has carried out an action: the kinds of `Action` |
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):

@@ -85,7 +85,7 @@ class Prediction:
 
     param_bytes: int  # shards in memory, trainable and frozen
     grad_bytes: int  # gradients of these shards, from backward to `zero_grad()`
-    master_bytes: int  # fp32 copies of the trainable shards in half precision
+    master_bytes: int  # copies that the optimizer steps in the place of shards
     optimizer_bytes: int  # moments and step counts
     buffer_bytes: int  # buffers of the modules, which are not sharded
     peak_bytes: int  # the highest moment of a step that begins without gradients
@@ -462,7 +462,6 @@ class Step:
 
 def data_parallel(layers: list[LayerSpec],
                   world_size: int, *,
-                  moments: int = 2,
                   mixed: bool = False) -> Prediction:
     """
     ## The same for plain data parallelism
@@ -471,7 +470,7 @@ def data_parallel(layers: list[LayerSpec],
 
     * `mixed` says that parameters in half precision have masters and moments in fp32
     """
-    alone = predict(layers, 1, moments=moments, step_bytes=0, stage3=mixed)
+    alone = predict(layers, 1, step_bytes=0, stage3=mixed)
     others = world_size - 1
     return replace(alone, peak_bytes=alone.rest_bytes + alone.grad_bytes,
                    sent_bytes=2 * others * alone.grad_bytes // world_size, messages=2 * others,

@@ -18,8 +18,8 @@ all-reduce each. The embedding has another $g$, and the head another $f$:
 $$\underbrace{(4L + 2) \cdot 2\,\frac{t-1}{t}\,T d b}_{f \text{ and } g} +
 \underbrace{(t-1)\,T \left\lceil \frac{V}{t} \right\rceil b}_{\text{logits}}$$
 
-With `sequence=True` the ends of the stream and the gradients of its weights, $P_\text{whole}$ of
-each layer and the final norm, come on top:
+`sequence=True` adds the ends of the stream, and the gradients of its weights. These are
+$P_\text{stream}$ elements: those of each layer that all ranks have, and the final norm:
 
 $$2\,\frac{t-1}{t}\,T d b + 2\,\frac{t-1}{t}\,P_\text{stream}\,b$$
 
@@ -29,8 +29,8 @@ the weights of a layer.
 **Run this**: `python -m pytest tests/inject/test_tensor_parallel.py -k estimate`.
 
 **Not covered, and what that costs**: heads of keys and values that are shared, which make a layer
-smaller; convolutions of Primer EZ; masks and embeddings of types. With `policies.cross_entropy`
-logits are not gathered: pass `logits=False`, and add 16 bytes for each position and other rank.
+smaller; convolutions of Primer EZ; masks and embeddings of types; `policies.cross_entropy`, which
+gathers no logits.
 """
 
 from dataclasses import dataclass
@@ -97,14 +97,12 @@ class Transformer:
                          rows: int,
                          length: int,
                          element_bytes: int = ELEMENT_BYTES, *,
-                         sequence: bool = False,
-                         logits: bool = True) -> int:
+                         sequence: bool = False) -> int:
         """
         ### Bytes that a rank sends to the others that split its layers, in forward and backward
 
         * `rows` are the sequences of a step, `length` the positions of each
-        * `sequence` says that the stream is split by positions; `logits`, that the head's are
-          gathered
+        * `sequence` says that the stream is split by positions
         """
         others = tensor - 1
         all_reduce = 2 * others * rows * length * self.width // tensor
@@ -117,6 +115,6 @@ class Transformer:
             sent += 4 * self.layers * 2 * half + 2 * half + 2 * others * stream // tensor
         else:
             sent += 4 * self.layers * all_reduce
-        if logits:
-            sent += others * rows * length * -(-self.vocabulary // tensor)
+        # The logits.
+        sent += others * rows * length * -(-self.vocabulary // tensor)
         return sent * element_bytes

@@ -5,10 +5,11 @@ r"""
 argument as one line, without a traceback:
 
 ```
-python -m zero3.estimate: --params is too small. Expected: at least 1. Got: 0. What to do: raise it.
+python -m zero3.estimate: --params is too small. Expected: at least 1. Got: 0.0.
+What to do: raise --params.
 ```
 
-**Run this**: `python -m zero3.estimate --params nan --ranks 2`.
+**Run this**: `python -m zero3.estimate --params 0 --ranks 2`.
 
 **Not covered, and what that costs**: arguments that are right one by one and do not fit together.
 """
@@ -21,7 +22,7 @@ from typing import NoReturn
 
 from zero3.guards.options import expect
 
-# Packages that only the application needs, `gpt.py`, `job.py` and `report.py`.
+# Packages that only the application needs, in `gpt.py`, `run.py` and `report.py`.
 APP = ("labml", "labml_nn", "matplotlib")
 INSTALL = "install the application's packages, `pip install 'zero3[app]'`"
 

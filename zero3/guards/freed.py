@@ -53,8 +53,8 @@ def check_module(owner: Guarded, module: nn.Module) -> None:
     """
     ## Refuse what cannot be sharded
 
-    Raises `TypeError` if it is no module, and `RuntimeError` if some of it is sharded already,
-    has a gradient, or shares memory.
+    Raises `TypeError` if it is no module, and `RuntimeError` if it is sharded already, has a
+    parameter of another layer or one with a gradient, or shares memory.
     """
     expect(isinstance(module, nn.Module), "Zero3Layer", "a module", module,
            "pass the layer itself, and not its class", TypeError)

@@ -10,7 +10,7 @@ A module with a plain layer `a` and a sharded layer `b` inside:
 | | is sharded | is an own module of the outer one |
 |---|---|---|
 | the module | no | yes |
-| `a` | no | yes, as `a` |
+| `a` | no | yes, as `a.` |
 | `b` | yes | no |
 | `b.module` | no | no: it is `b`'s |
 
@@ -135,7 +135,7 @@ def is_sharded(module: nn.Module) -> TypeGuard[Guarded]:
 
 def own_modules(module: nn.Module | None, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """
-    ## A module and the modules inside, down to the next sharded layer, with their names
+    ## A module and the modules inside, down to the next sharded layer, with prefixes for names
     """
     if module is None or is_sharded(module):
         return

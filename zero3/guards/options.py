@@ -9,7 +9,7 @@ Python, `True` equals 1. So the checks here ask for right values, and refuse the
 
 $$\text{least} \le \text{value} \le \text{most}$$
 
-**Run this**: `python -m zero3.estimate --params nan --ranks 2`.
+**Run this**: `python -m zero3.estimate --params 0 --ranks 2`.
 
 **Not covered, and what that costs**: values of tensors, and models. The layers check these.
 """

@@ -17,8 +17,8 @@ shapes and data types once:
 $$\text{parameters of rank } 0 = \text{parameters of rank } 1 = \ldots$$
 
 Two whole models may agree in all of these, and be built in another order on rank 1. So the first
-rank draws a number while the ranks compare, and all later announcements contain it (see
-`collectives.py`).
+rank draws a number while the ranks compare, and announcements of gathers, reduces and norms
+contain it (see `collectives.py`).
 
 **Run this**: `python -m docs.mutations no-comparison` shows what happens without the comparison.
 
@@ -90,7 +90,7 @@ def check_fresh(owner: Named, module: nn.Module) -> None:
                 storage = (t.untyped_storage()._cdata, t.itemsize)
                 stored.setdefault(storage, {}).setdefault(t, prefix + name)
     for tensors in stored.values():
-        # Those before it in the storage that do not end before it.
+        # Tensors that begin before it in the storage and reach up to it.
         near: list[torch.Tensor] = []
         for t in sorted(tensors, key=torch.Tensor.storage_offset):
             near = [each for each in near if _last(each) >= t.storage_offset()]

@@ -143,8 +143,8 @@ class LayerActivations:
         assert layer is not None
         if not (torch.is_grad_enabled() and self.activations.moves_from(layer.device)):
             return nullcontext()
-        # Backward follows a recomputation at once. And a checkpoint around the layer saves nothing,
-        # by hooks of its own.
+        # Backward follows a recomputation at once. And under a checkpoint around the layer, whose
+        # hooks are active, autograd saves nothing.
         active = _active_hooks(True)
         if in_backward() or (active is not None and active[1] is not bring_back):
             return nullcontext()
@@ -322,7 +322,7 @@ class Visit:
             what = ("has no room for its activations", f"{nbytes:,} bytes in {offload.folder}",
                     error, "free some space, choose a folder on a larger disk, or train with "
                     "smaller batches or without `activations=`")
-            if layer.comm.group.size > 1:
+            if len(layer.comm.ranks) > 1:
                 # The other ranks would wait for this one.
                 layer.comm.fail(layer, *what)
             layer.expect(False, *what)

@@ -97,7 +97,7 @@ def _disk_bytes(write: bool) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """
-    ## The command line, of `zero3.offload.tiers`
+    ## The command line
     """
     parser = Parser(prog="python -m zero3.offload")
     bench = parser.add_subparsers(required=True, metavar="bench").add_parser(

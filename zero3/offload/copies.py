@@ -15,7 +15,7 @@ in two steps:
 | step 1, backward | both are given back | 2 |
 | step 2 | the same two | 2 |
 
-$$\text{bytes of files} = \sum_{\text{calls that are away}} \; \sum_{\text{storages}}
+$$\text{bytes of files in use} = \sum_{\text{calls that are away}} \; \sum_{\text{storages}}
 \left\lceil \frac{\text{bytes}}{4096} \right\rceil \cdot 4096$$
 
 A direct write needs memory that begins at a block of the disk, and an activation begins anywhere.
@@ -303,7 +303,7 @@ class SavedStorage(Copy):
     @property
     def can_leave(self) -> bool:
         """
-        ### Whether it is here alone, in memory of the size that it was saved with
+        ### Whether only memory has it, of the size that it was saved with
 
         Somebody may free it by resizing and fill it again, as `compression/freeing.py` does.
         """

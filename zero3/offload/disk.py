@@ -61,7 +61,13 @@ class File:
         # Blocks of it that threads may still move, after nobody needs the file (see `copies.py`).
         self.moving: list[Future] = []
         allow_more_files(self.fd)
-        os.posix_fallocate(self.fd, 0, nbytes)
+        try:
+            os.posix_fallocate(self.fd, 0, nbytes)
+        except OSError:
+            # Its name would be in the way of the next try.
+            if name:
+                (folder / name).unlink()
+            raise
         if direct:
             self._past_the_cache(True)
 

@@ -3,7 +3,7 @@ r"""
 
 `Encoded` keeps a frozen shard in 8 or 4 bits, and decodes it whenever its layer is gathered.
 
-In 8 bits a shard takes half of its bytes in bf16, and in 4 bits less than a seventh of those in
+In 8 bits a shard takes 52 % of its bytes in bf16, and in 4 bits less than a seventh of those in
 fp32. `Zero3Layer(module, offload=Offload(frozen=Int4()))` asks for it.
 
 **A layer of four frozen weights on one rank**, with the numbers of `encodings.py`:
@@ -19,7 +19,7 @@ In fp32 the weights take 16 bytes; here two bytes have four codes, and two the s
 were 0.6, −1.3, 3.5 and 0 before. From wrapping on, 0.5 and −1.5 *are* the weights, and encode to
 the same bytes again.
 
-An encoding needs `nbytes` for a row of elements. If a layer has $F_\ell$ frozen parameters, a rank
+A row of elements takes `nbytes` when encoded. If a layer has $F_\ell$ frozen parameters, a rank
 keeps
 
 $$\sum_\ell \text{nbytes}\left(\left\lceil \frac{F_\ell}{N} \right\rceil\right)$$

@@ -12,9 +12,9 @@ Three layers whose shards rest in files, with two buffers:
 | layer 1 is gathered | reads shard 2 | holds shard 1 |
 | layer 2 is gathered | holds shard 2 | reads shard 1, for backward |
 
-Files cost no other memory than the buffers:
+Files cost no other memory than the buffers. With one block more, each can begin at a block:
 
-$$\text{buffers} = \text{number} \cdot \text{the largest file, in whole blocks of the disk}$$
+$$\text{buffers} = \text{number} \cdot (\text{the largest file, in whole blocks} + 4096)$$
 
 **Run this**: `make train ARGS="--offload-params nvme --offload-optimizer nvme"` draws reads and
 writes in `tape.png`.
@@ -236,14 +236,15 @@ class InFile(Storage):
         """
         ### Wait until these tensors are here, or all: views of the buffer, by name
 
-        They may be written to. The buffer stays until `write_async` or `release`.
+        The views of all others come along, without values. They may be written to. The buffer stays
+        until `write_async` or `release`.
         """
         self.read_async(*names)
         return self._views()
 
     def blank(self, *names: str) -> dict[str, torch.Tensor]:
         """
-        ### The same without reading, to be filled
+        ### Views of the buffer without reading; the caller fills these tensors
         """
         self._borrow()
         self.present.update(names)
@@ -323,7 +324,7 @@ class InFile(Storage):
 
     def _borrow(self) -> None:
         """
-        #### Have a buffer, as the one that used it last
+        #### Borrow a buffer if there is none, and be the last of the borrowers
         """
         if self.buffer is None:
             self.buffer = self.buffers.borrow(self)

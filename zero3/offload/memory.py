@@ -8,7 +8,7 @@ move it. *Pinned* memory stays where it is.
 
 $$\text{copy} \parallel \text{compute} \quad \text{only from pinned memory}$$
 
-**Run this**: `python -m pytest tests/offload/test_tiers.py -k pinned`.
+**Run this**: `python -m pytest tests/test_native.py -k pinned`.
 
 **Not covered, and what that costs**: pinning is slow, so it is for memory that stays.
 """

@@ -18,7 +18,8 @@ computes; CPU memory, pinned so that a GPU copies it while it computes; or files
 | the optimizer reads, steps and writes | 0.7 1.8 | 0.7 1.8 | |
 
 All files of a rank share a few buffers: two for shards, and by default five for optimizer states.
-Between two steps a model in files takes no other memory. If each layer has one flat parameter:
+Between two steps a model in files takes no other memory. If each layer has one flat parameter, and
+apart from rounding up to blocks of the disk:
 
 $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest states of a shard}$$
 
@@ -71,8 +72,8 @@ class Offload(StorageFactory):
     * `tier` is "device", "cpu" or "nvme"
     * `folder` is where files go, on a disk of this machine; each rank has files of its own
     * `direct` reads and writes past the page cache, if the file system can
-    * `queue_depth` is the number of parallel requests, one thread each; parameters have so many,
-      and states too
+    * `queue_depth` is the number of parallel requests, one thread each; parameters, states and
+      activations have so many each
     * `block_bytes` is the size of a request
     * `buffers` is how many shards' optimizer states are in memory at once
     * `fraction` of the optimizer states of each shard rest there, and the rest on the device; see
@@ -91,7 +92,7 @@ class Offload(StorageFactory):
     buffers: int = 5
     fraction: float = 1.0
     frozen: Encoding | None = None
-    # The buffers in use, of "params" and of "states".
+    # The buffers in use, of "params", "states" and "activations".
     in_use: dict[str, Buffers] = field(default_factory=dict, init=False, repr=False)
     # Weakly, because one object may serve several models after each other.
     encoded: weakref.WeakSet[Encoded] = field(default_factory=weakref.WeakSet, init=False,
@@ -149,8 +150,8 @@ class Offload(StorageFactory):
 
         * `values` are `(shard_numel,)`, on the device
 
-        All ranks call it alike. Raises `RuntimeError` if memory or disk are too small, or if a
-        frozen weight that is to be encoded is not finite.
+        All ranks call it alike. Raises `RuntimeError` if memory or disk are too small, if a frozen
+        weight that is to be encoded is not finite, or if `fraction` is below 1.
         """
         check_step(owner, values, self.cure(owner.device))
         owner.expect(self.fraction == 1, "cannot rest in parts", "an `Offload` without `fraction`",

@@ -21,7 +21,8 @@ collective takes $t$ seconds beside its bytes, $n$ layers that share one save
 
 $$(n - 1)\, t \quad \text{seconds}$$
 
-The bytes on the wire are the same, and so are the sums, bit for bit.
+The bytes on the wire are the same, and so are the sums, bit for bit, unless `Links` encodes the
+gradients: then a block may have elements of two layers.
 
 **Run this**: `python -m pytest tests/optimizer/test_stage3.py -k small_layers_share`.
 

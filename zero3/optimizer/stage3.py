@@ -35,8 +35,8 @@ Master, momentum and variance take $K = 12$ bytes per parameter
 ([ZeRO](https://arxiv.org/abs/1910.02054), section 3.1). The first step creates the moments. From
 then on, a rank with half-precision parameters and gradients has $\frac{(2 + 2 + K)\Psi}{N} =
 \frac{16\Psi}{N}$ bytes of model states after the backward pass, and $\frac{14\Psi}{N}$ after
-`zero_grad()`. Padding comes on top, and 4 bytes for each shard, in which torch's Adam counts its
-steps.
+`zero_grad()`. Padding comes on top, and 4 bytes for each piece of a shard (see `states.py`), in
+which torch's Adam counts its steps.
 
 **Why the masters are fp32.** bf16 has 8 significant bits. So the neighbours of 1 are
 $1 + \frac{1}{128}$ and $1 - \frac{1}{256}$, and a step of 0.001 from 1 is rounded away. A thousand
@@ -57,17 +57,18 @@ shard has no rows and columns, and its norm is not the norm of a layer.
 is refused. If a class counts its steps in the param group, the count is too high, because it is
 called once for each large shard, and once for each batch of small ones.
 
-If only one rank lacks the gradients of some parameters of a layer, they count as zeros if the layer
-is in a bucket. If the layer is reduced alone, this is an error, because that rank would reduce it
-later than the others. It is an error too if a rank has no gradient at all for a layer. If the
-squares of a shard's gradient exceed the range of fp32 when they are added up, the norm counts as an
-overflow. If the model is one of several inside a module, the module's `zero_grad()` does not see
-the full gradients that `no_sync` holds back.
+If only one rank lacks the gradients of some parameters of a layer, they count as zeros, and that
+rank hands the layer in at the end of backward. This is an error if the ranks then reduce in
+different orders: the others have sent the layer alone, or in a bucket that was full before the end.
+It is an error too if a rank has no gradient at all for a layer. If the squares of a shard's
+gradient exceed the range of fp32 when they are added up, the norm counts as an overflow. If the
+model is one of several inside a module, the module's `zero_grad()` does not see the full gradients
+that `no_sync` holds back.
 
 A parameter that skips steps in which its neighbours are used becomes a piece of its own. That costs
-one more counter of steps and a little time in each step. If every rank lacks the gradient of some
-parameter of a layer, the ranks tell each other which ones: 8 bytes for each parameter of the layer,
-to each other rank, more than `predict` says.
+one or two more counters of steps and a little time in each step. If every rank lacks the gradient
+of some parameter of a layer, the ranks tell each other which ones: 8 bytes for each parameter of
+the layer, to each other rank, more than `predict` says.
 """
 
 import inspect
@@ -135,10 +136,12 @@ class Zero3Optimizer(Stepper):
 
         All ranks call this alike, after wrapping.
 
-        * `model` is a `Zero3Sequential`, or any module whose parameters are all in `Zero3Layer`s
+        * `model` is a `Zero3Sequential`, or any module whose trainable parameters are all in
+          `Zero3Layer`s
         * `optimizer_class` is an optimizer of `torch.optim`, or one like them that keeps everything
           about a parameter in that parameter's state. `kwargs` are its arguments. `fused=True` is
-          added if the optimizer knows it and all parameters are real
+          added if the optimizer knows it and all parameters are real; not to SGD with momentum, and
+          not beside `foreach` or `differentiable`
         * `group_by` gets the name and the parameter, which has a shape but no values, and returns
           the options that differ for it: `lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}`
           decays matrices only. With `"optimizer"`, a class, the parameter is stepped whole by that
@@ -156,7 +159,8 @@ class Zero3Optimizer(Stepper):
           as "cpu"; left out, on the device. In the two other tiers the CPU computes the step
 
         Raises `RuntimeError` if parameters are not sharded, if the class cannot step them, if an
-        argument is out of range, or if there is not enough memory. ZeRO, section 3.1. Keeps the
+        argument is out of range, or if there is not enough memory; `ValueError` if `offload` names
+        no known place; and what the class raises about `kwargs`. ZeRO, section 3.1. Keeps the
         invariants I1, I2 and I5 to I8.
         """
         self.comm = comm_of(model)
@@ -195,7 +199,7 @@ class Zero3Optimizer(Stepper):
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
         self.takes = set() if takes_any else {*known} - {"params"}
         self._check_model(optimizer_class, kwargs)
-        self._check_arguments(bucket_bytes)
+        self._check_arguments()
 
         # The layers of a chain share a reducer, and get a bucket in its place. A compiled model
         # keeps its own, because its graphs say when to send.
@@ -259,12 +263,11 @@ class Zero3Optimizer(Stepper):
         self.expect(not names, "would miss parameters", "all in Zero3Layers, which take the mean "
                     "of their gradients", names, "wrap the modules that they are in")
 
-    def _check_arguments(self, bucket_bytes: int) -> None:
+    def _check_arguments(self) -> None:
         """
         #### Refuse arguments that are out of range
 
-        This comes before the layers get their buckets, so the model is as it was after such an
-        error.
+        This comes before the layers get their buckets, so such an error leaves the model as it was.
         """
         cure = "pass another, or leave it out"
         positive = {"loss_scale": self.loss_scale, "scale_floor": self.scale_floor,
@@ -278,8 +281,9 @@ class Zero3Optimizer(Stepper):
         floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         self.expect(dtype is None or floating, "cannot use `reduce_dtype`", "a floating data type",
                     dtype, "pass torch.float32, or leave it out")
-        self.expect(finite(bucket_bytes) and bucket_bytes >= 0, "cannot use `bucket_bytes`",
-                    "a number of bytes, 0 or more", bucket_bytes, cure)
+        self.expect(finite(self.bucket_bytes) and self.bucket_bytes >= 0,
+                    "cannot use `bucket_bytes`", "a number of bytes, 0 or more", self.bucket_bytes,
+                    cure)
 
     @torch.no_grad()
     def _make_shard_states(self, paths: dict[Zero3Layer, str]) -> list[dict[str, Any]]:
@@ -346,7 +350,8 @@ class Zero3Optimizer(Stepper):
             returned = self.group_by(name, slot.param)
             self.expect(isinstance(returned, Mapping), "cannot use `group_by`", "a dict of options",
                         f"{returned!r}, for `{name}`", "return `{}` where no option differs")
-            special = {**self.options, **returned}
+            # A class of its own takes nothing of the optimizer's arguments.
+            special = {**({} if is_whole(returned) else self.options), **returned}
             known = not self.takes or is_whole(special) or special.keys() <= self.takes
             self.expect(known, "cannot use `group_by`",
                         f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
@@ -448,9 +453,9 @@ class Zero3Optimizer(Stepper):
 
     def _share_groups(self) -> None:
         """
-        #### Share param groups and states with the optimizers inside
+        #### Share param groups with the optimizers inside, and states with the wrapped one
 
-        So a scheduler that sets a learning rate here sets it there.
+        So a scheduler that sets a learning rate here sets it there. Owners keep their states.
         """
         self.param_groups = [*self.inner.param_groups, *self.owners.param_groups]
         self.state = self.inner.state
@@ -543,8 +548,9 @@ class Zero3Optimizer(Stepper):
         steps, as in plain PyTorch.
 
         Raises `RuntimeError` with the layer's name if a gradient is infinite or NaN and there is no
-        loss scale, or a dynamic scale is at its floor. Also raises inside `no_sync()`. After an
-        error weights and states are as before: call `zero_grad()` and go on.
+        loss scale, or a dynamic scale is at its floor. Also raises for what `_check_ready` refuses,
+        a step inside `no_sync()` for instance. After these errors weights and states are as before:
+        call `zero_grad()` and go on. If the step of an owner fails (`whole.py`), start again.
         """
         if closure is not None:
             with torch.enable_grad():
@@ -739,7 +745,7 @@ class Zero3Optimizer(Stepper):
         stage = int((~stages.isfinite())[:, 0].nonzero().max())
         name = f"the layers of rank {self.comm.stages.ranks[stage]}"
         if stage == self.comm.stages.rank:
-            worst = squares.abs().sum(dim=0).nan_to_num(math.inf)
+            worst = squares.abs().sum(dim=0).nan_to_num(math.inf, math.inf)
             name = self.shard_states[int((worst == worst.max()).nonzero().max())].name
         # A fixed scale skips the step too. Without a scale, or at its floor, it is an error.
         may_skip = self.scaled and (not self.dynamic or self.loss_scale / 2 >= self.scale_floor)
@@ -784,8 +790,8 @@ class Zero3Optimizer(Stepper):
         pieces = [piece for stepped in batch.values() for piece in stepped]
         with ExitStack() as in_memory:
             for states, stepped in batch.items():
-                # Both are in memory until the `with` ends, wherever they rest. Then the master is
-                # rounded into the shard, and files are written.
+                # Master and gradient are in memory until the `with` ends, wherever they rest. Then
+                # the master is rounded into the shard, and files are written.
                 for where, master, grad in in_memory.enter_context(states.in_memory(self.state)):
                     if grad.dtype != master.dtype:
                         # All shards use this memory, one after the other. Keeping all fp32

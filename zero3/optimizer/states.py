@@ -21,8 +21,8 @@ each. With Adam and gradients of $b_g$ bytes that is
 $$\underbrace{4}_{\text{master}} + \underbrace{4 + 4}_{\text{moments}}
 + \underbrace{b_g}_{\text{gradient}} \quad \text{bytes per element of a shard}$$
 
-An fp32 shard that rests where it is stepped is its own master. If shard and states rest in files,
-they share one file.
+An fp32 shard that rests where it is stepped is its own master. If an fp32 shard and all of its
+states rest in files, they share one file.
 
 **States in files.** A step needs all states of a shard together. They stand side by side in the
 file, so one read brings them all into one of a few buffers. The optimizer prefetches the states of
@@ -62,8 +62,8 @@ memory.
 
 A shard with at most 1,024 elements is not cut. The last bit may depend on the fraction in three
 cases: two processors compute; under tensor parallelism the blocks of a norm begin at a parameter;
-and torch's fused step rounds the few elements at the end of a piece otherwise, so a cut matters in
-a param group that begins inside of a shard. Parameters that are stepped whole take no fraction.
+and torch's fused step rounds the few elements at the end of a piece differently, so a cut matters
+in a param group that begins inside of a shard. Parameters that are stepped whole take no fraction.
 """
 
 import copy
@@ -78,7 +78,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero3.comm.parts import inside
+from zero3.comm.parts import inside, length
 from zero3.flat import FlatParameter, Names, Slot
 from zero3.gradients import BLOCK_NUMEL, block_norms, norm_of
 from zero3.guards.shard_gradients import GradientElsewhere, elsewhere, plain_part
@@ -386,7 +386,7 @@ class ShardStates:
             return old
         param = nn.Parameter(portion.master[inside(portion.where, where)])
         if old and old.param in state:
-            numel = old.where.stop - old.where.start
+            numel = length(old.where)
             # A counter, or a moment without elements because it rests in a file, is copied.
             state[param] = {
                 name: value[inside(old.where, where)] if getattr(value, "shape", ()) == (numel,)
@@ -453,7 +453,7 @@ class Portion:
         """
         ### Bytes of master, moments and gradient, besides the shard
         """
-        numel = self.where.stop - self.where.start
+        numel = length(self.where)
         wide = len(moments) + (not self.is_master)
         grad_dtype = self.flat.shard.grad_dtype or self.flat.shard.dtype
         return numel * (wide * self.master_dtype.itemsize + grad_dtype.itemsize)
@@ -706,7 +706,9 @@ def moments_of(
 def first_state(optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, Any],
                 two: torch.Tensor) -> dict[str, Any]:
     """
-    ## The state that an optimizer has of a parameter of two elements, after a first step
+    ## The state that an optimizer has of a parameter, after a first step
+
+    * `two` has its values: two elements in each dimension
     """
     param = nn.Parameter(two)
     param.grad = torch.zeros_like(two)

@@ -7,7 +7,7 @@ through the hooks:
 
 > RuntimeError: OrderedDict mutated during iteration
 
-So there is one hook, for good, which calls those who follow.
+So there is one hook before steps and one after them, for good, which call those who follow.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-# Called with who follows, the optimizer, and the arguments of its `step`. It must not refer to who
-# follows, who would live for ever.
+# Called with the follower, the optimizer, and the arguments of its `step`. It must not refer to the
+# follower, or the follower would live for ever.
 Hear = Callable[[Any, Optimizer, tuple, dict[str, Any]], None]
 
 # Those who follow the steps of all optimizers, as long as they live.

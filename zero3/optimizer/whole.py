@@ -58,7 +58,7 @@ Matrices that tensor parallelism has split are refused.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
@@ -456,7 +456,7 @@ class Trip:
 
 class Spread(NamedTuple):
     """
-    ## The state of a whole parameter, as one rank saves it
+    ## The state of a piece, or of a whole parameter, as one rank saves it
     """
 
     moments: dict[str, torch.Tensor]  # for each the elements of the rank's piece, `(n,)`
@@ -580,7 +580,7 @@ class Matrices:
     """
 
     def __init__(self, plain: nn.Module, optimizer: Maker = torch.optim.Muon,
-                 but: Iterable[str] = (), **options: object):
+                 but: Collection[str] = (), **options: object):
         """
         ### Look for hidden matrices
 

@@ -9,7 +9,7 @@ the end.
 | `dense` | as they are | |
 | `8` | 8 bits | from 0.4 on |
 | `4-half` | half of them pruned, the rest in 4 bits, 64 to a scale | 0.1 to 0.4 |
-| `rows-heads` | 8 bits; half of the heads and of the hidden features gone | 0.1 to 0.4 |
+| `rows-heads` | half of the heads and of the hidden features gone; 8 bits | 0.1 to 0.4; from 0 |
 
 In a run of 1,000 steps with `4-half`, half of the elements are gone at step 400, and the bits have
 fallen from 8 to 4. A weight of 128 by 128 then takes

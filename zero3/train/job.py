@@ -6,8 +6,8 @@ plain data parallelism: the layers are wrapped, a `Zero3Optimizer` is built on t
 optimizer calls backward.
 
 `predict.py` predicts the bytes from the shapes alone, and a `Ledger` measures them in one real
-step. The table at the end of the run says `equal`. Nodes, replicas, encodings and the traffic of
-files are measured only.
+step. The table at the end of the run says `equal`. Nodes, replicas, encodings, Muon, the traffic of
+files, and some bytes of `--compress` are measured only.
 
 $$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and between ranks}$$
 
@@ -80,7 +80,8 @@ EVAL_BATCHES = 4
 BLOCK_BYTES = 100_000
 # Sequences in a step.
 BATCH = 16
-# Much longer than anything that one rank does alone. Torch waits half an hour.
+# Much longer than anything that one rank does alone. Torch waits 30 minutes with gloo and 10 with
+# NCCL.
 TIMEOUT_S = 300.0
 
 
@@ -107,7 +108,7 @@ NUMBERS: dict[str, tuple[Callable[[str], float | str], float | None, float, floa
     "nodes": (int, 1, 1, MOST, "nodes that share the model, each with as many consecutive ranks"),
     "eval_every": (int, 50, 1, MOST, "steps between two evaluations"),
     "save_every": (int, 0, 0, MOST, "steps between two checkpoints, which go to the folder of "
-                   "--out; with 0 only Ctrl-C saves one"),
+                   "--out; with 0, Ctrl-C and SIGTERM save one, and a resumed run at its end"),
     "timeout": (float, TIMEOUT_S, 1e-3, 1e6, "seconds for which a rank waits for the others before "
                 "it ends with an error"),
     # All layers are gathered for each byte.
@@ -151,8 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     ## Train, and report how it went
 
-    Returns the exit code: 0 at the end of the run, 2 for wrong options, 1 for an error. If a signal
-    ended the run early, the code is 128 + 15 or 128 + 2, as in a shell.
+    Returns the exit code: 0 at the end of the run, 2 for wrong options and for an error of this
+    rank that says what to do, 1 for any other. If a signal ended the run early, the code is 128 +
+    15 or 128 + 2, as in a shell.
     """
     end_with_parent()
     rank = int(os.environ.get("RANK", 0))
@@ -345,7 +347,7 @@ class Job:
     """
     ## One run of the job on this rank
 
-    All ranks call each method.
+    All ranks call each method, but rank 0 alone calls `metrics`.
     """
 
     args: argparse.Namespace

@@ -152,7 +152,7 @@ def _figure(caption: str, width: float, heights: list[float]) -> Figure:
 
 def spans(events: list[Event]) -> Iterator[tuple[str, str, int, int]]:
     """
-    ## The times during which a layer was whole, computed, or held gradients
+    ## When a layer was whole, computed, held gradients, was stepped, read or written
 
     Yields the layer, a name from `STYLES`, and the indices of the first and the last event. The
     first `free` of a layer ends "full", and the next one "gradients".
@@ -250,7 +250,7 @@ def _draw_memory(ax: Axes,
 
 def _draw_layers(ax: Axes, events: list[Event]) -> None:
     """
-    #### Layers that are whole, compute, or hold gradients
+    #### A bar for each span of each layer
     """
     layers = list(dict.fromkeys(e.layer for e in events))
     names = list(STYLES)

@@ -1,8 +1,8 @@
 """
 # A run: its ranks, its figures, its checkpoints
 
-`Ranks` tells a process which rank it is and wraps a few collectives. `Run` keeps the figures of a
-run. `take_up` finds the checkpoint to resume from.
+`Ranks` tells a process which rank it is, and gathers objects. `Run` keeps the figures of a run.
+`take_up` finds the checkpoint to resume from.
 
 **Run this**: `make train`, then Ctrl-C, then `make train`.
 
@@ -46,7 +46,7 @@ from zero3.train.launch import is_consequence
 OPTIONS = ("d_model", "layers", "heads", "seq_len", "batch", "accumulate", "steps", "lr", "seed",
            "dtype", "reduce_dtype", "loss_scale", "clip", "text", "gather_bits", "reduce_bits",
            "compress")
-# Seconds for which a rank waits that did not fail first.
+# Seconds that a rank waits before it ends, if it did not fail first or may serve the store.
 CAUSE_S = 2
 
 
@@ -232,9 +232,9 @@ def tell_failure(error: Exception, ranks: Ranks, store: dist.Store) -> int:
     ## Print an error, the cause first
 
     The rank that fails first prints its traceback, unless the error says what to do. The others
-    print one line each.
+    print one line each, but a traceback if torch's error does not name the rank.
 
-    Returns the exit code: 2 if the error says what to do, else 1.
+    Returns the exit code: 2 if the error says what to do and is no consequence, else 1.
     """
     consequence = is_consequence(error)
     first = False
@@ -337,7 +337,7 @@ def take_up(args: Namespace, ranks: Ranks) -> Path | None:
     ## The checkpoint to resume from, if there is one
 
     All ranks call it. Raises `ValueError` on all of them if the newest checkpoint belongs to a run
-    with other options.
+    with other options, or cannot be read.
     """
     if args.resume not in ("auto", "no"):
         return Path(args.resume)
