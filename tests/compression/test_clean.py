@@ -6,6 +6,8 @@ The oracle is the compressed model, and a reader of safetensors that knows nothi
 
 import copy
 import json
+import re
+import textwrap
 from itertools import combinations, product
 
 import pytest
@@ -26,7 +28,7 @@ from tests.compression.test_compression import (
 )
 from tests.ranks import run
 from zero3 import Zero3Optimizer, wrap
-from zero3.compression import Prune, Quantize, clean, compress, read, write
+from zero3.compression import Prune, Quantize, clean, compress, read, stored, write
 from zero3.compression.clean import measure, table
 from zero3.compression.stored import Stored, pack, unpack
 from zero3.pipeline import Pipeline
@@ -69,6 +71,24 @@ def test_codes_are_packed_and_unpacked(bits):
     packed = pack(codes, bits)
     assert len(packed) == -(-11 * bits // 8) and torch.equal(unpack(packed, bits)[:11], codes)
     assert pack(torch.tensor([1, 2], dtype=torch.uint8), 4).tolist() == [1 + 16 * 2]
+
+
+def test_the_lines_that_read_a_file_without_this_package_are_right(tmp_path):
+    """
+    Those at the head of `stored.py`. Breaks where a code stays an unsigned number.
+    Proves `write`, `About`.
+    """
+    torch.manual_seed(0)
+    plain = [nn.Linear(5, 3)]
+    compress(plain, {"*": [Quantize(4)]})
+    clean(plain)
+    write(plain, tmp_path / "small.safetensors")
+    with safe_open(tmp_path / "small.safetensors", "pt") as file:
+        about = json.loads(file.metadata()["zero3"])["weights"]["0.weight"]
+    found = {"torch": torch, "tensors": load_file(tmp_path / "small.safetensors"),
+             "shape": about["shape"], "least": about["least"], "numel": 15, "rows": 3}
+    exec(textwrap.dedent(re.search(r"(?m)(^    .+\n)+", stored.__doc__)[0]), found)
+    assert torch.equal(found["weight"], plain[0].weight)
 
 
 @pytest.mark.parametrize("pruned", [None, "element"])

@@ -526,6 +526,22 @@ def test_the_loss_in_chunks_is_that_of_all_logits():
     assert not loss.requires_grad and loss > 0
 
 
+def test_what_does_not_count_may_be_infinite():
+    """
+    A token that the head's bias masks, and a position without a target. Breaks where a term is
+    multiplied by zero.
+    Proves `_Chunked`.
+    """
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([1, -100, 3])
+    mask = torch.tensor([-torch.inf, 0, 0, 0, 0])
+    spoilt = hidden.clone()
+    spoilt[1] = torch.inf
+    for rows, bias in ((hidden, mask), (spoilt, None)):
+        plain = F.cross_entropy(F.linear(rows, weight, bias), targets)
+        assert torch.allclose(chunked_cross_entropy(rows, weight, targets, bias), plain)
+
+
 @pytest.mark.parametrize("which", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_language_models_with_labels_return_the_plain_loss(which):
     """

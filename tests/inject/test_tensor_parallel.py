@@ -17,6 +17,7 @@ from labml_nn.transformers.models import EmbeddingsWithPositionalEncoding
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
 import zero3
 from tests.bench import tensor as bench_tensor
@@ -35,14 +36,17 @@ from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.checkpoint.convert import export
 from zero3.checkpoint.reader import Param, merge_parts, newest
+from zero3.comm.mesh import groups_of
 from zero3.comm.order import Group
 from zero3.comm.parts import WeightPart, part_of
 from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import predict
 from zero3.estimate.splitting import Transformer
 from zero3.inject import inject, policies, restore
+from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.inject.line import Line
 from zero3.inject.sequence import SequenceBorder
+from zero3.inject.tensor import Pattern
 from zero3.pipeline import Pipeline
 from zero3.train.gpt import GPTConfig, gpt_layers
 
@@ -778,6 +782,45 @@ def test_gradients_of_split_weights_are_not_clipped_by_the_norm_of_a_part():
         assert "ranks (0, 1) all have" in alone and "`Zero3Optimizer(clip_grad_norm=)`" in alone
         assert "the part that this rank has" in sharded and "model.clip_grad_norm_" in sharded
         assert scale == 2.0
+
+
+class Looks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(6, 4)
+
+    def forward(self, ids):
+        return self.table(ids)
+
+
+def infinite():
+    """A loss and a row, if the first number of rank 1's part is infinite"""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    hidden, weight, targets = torch.randn(3, 4), torch.randn(6, 4), torch.tensor([0, 1, 5])
+    bias = torch.zeros(6)
+    bias[3] = -torch.inf
+    plain = F.cross_entropy(F.linear(hidden, weight, bias), targets)
+    (group,) = groups_of(mesh)
+    mine = slice(3 * group.rank, 3 * group.rank + 3)
+    split = chunked_cross_entropy(hidden, weight[mine], targets, bias[mine], split=Line(group),
+                                  own=WeightPart.of((6, 4), 0, group.rank, 2))
+    model = Looks()
+    with torch.no_grad():
+        model.table.weight[3] = torch.inf
+    row = model.table.weight[1].clone()
+    inject(model, [policies.tensor_parallel(mesh, {Looks: Pattern(embeddings=("table",))})])
+    return (plain - split).abs().item(), torch.equal(model(torch.tensor([1]))[0], row)
+
+
+def test_an_infinite_number_of_one_part_stays_there():
+    """
+    A rank looks at its own first token in the place of those that others have. Breaks where it
+    multiplies what it finds by zero.
+    Proves `_Chunked`, `VocabularyEmbedding.forward`.
+    """
+    for difference, is_equal in run(infinite, 2):
+        assert difference < 1e-6 and is_equal
 
 
 # -------------------------------------------------------------------------------------------- parts

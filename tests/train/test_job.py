@@ -502,12 +502,15 @@ def test_a_checkpoint_from_before_an_option_is_taken_up_if_the_option_is_not_giv
     """
     args = parse_args(["--out", str(tmp_path)])
     model = Zero3Sequential([Zero3Layer(nn.Linear(2, 2))])
-    old = {name: getattr(args, name) for name in OPTIONS if not name.endswith("_bits")}
+    old = {name: getattr(args, name) for name in OPTIONS
+           if not name.endswith("_bits") and name != "optimizer"}
     save(checkpoints(args), model, step=1, extra={"options": old}).wait()
     found, problem = look_for_checkpoint(args)
     assert found == tmp_path / "checkpoints" / "step-00000001" and problem == ""
     _, problem = look_for_checkpoint(parse_args(["--out", str(tmp_path), "--reduce-bits", "4"]))
     assert "belongs to another run" in problem and "--reduce-bits None there and 4 here" in problem
+    _, problem = look_for_checkpoint(parse_args(["--out", str(tmp_path), "--optimizer", "muon"]))
+    assert "belongs to another run" in problem and "--optimizer adamw there and muon" in problem
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed, tmp_path):

@@ -98,8 +98,9 @@ class _Chunked(torch.autograd.Function):
             is_here = (target >= 0) & (target < len(weight))
             target = target.where(is_here, 0)
             total, of_target = _over_ranks(split, logits.logsumexp(1, keepdim=True),
-                                           logits.gather(1, target) * is_here)
-            loss += ((total - of_target) * counts).sum()
+                                           logits.gather(1, target).where(is_here, 0))
+            # A logit that does not count may be infinite, and infinity times zero is NaN.
+            loss += (total - of_target).where(counts, 0).sum()
             if wanted:
                 # In place.
                 grad = logits.sub_(total).exp_()

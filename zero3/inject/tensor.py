@@ -287,7 +287,7 @@ class VocabularyEmbedding(Weights):
         padding = self.padding_idx
         if padding is not None:
             padding = padding - part.begin if part.begin <= padding < part.end else None
-        found = F.embedding(own, self.weight, padding) * is_here[..., None]
+        found = F.embedding(own, self.weight, padding).where(is_here[..., None], 0)
         return self.border.leave(found)
 
 

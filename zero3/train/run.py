@@ -44,8 +44,8 @@ from zero3.train.launch import is_consequence
 
 # Two runs with the same values of these resume each other's checkpoints.
 OPTIONS = ("d_model", "layers", "heads", "seq_len", "batch", "accumulate", "steps", "lr", "seed",
-           "dtype", "reduce_dtype", "loss_scale", "clip", "text", "gather_bits", "reduce_bits",
-           "compress")
+           "dtype", "reduce_dtype", "optimizer", "loss_scale", "clip", "text", "gather_bits",
+           "reduce_bits", "compress")
 # Seconds that a rank waits before it ends, if it did not fail first or may serve the store.
 CAUSE_S = 2
 
@@ -361,8 +361,9 @@ def look_for_checkpoint(args: Namespace) -> tuple[Path | None, str]:
         found = newest(folder)
         if not found:
             return None, ""
-        theirs = decode(CheckpointReader(found).manifest["extra"])["options"]
         # A checkpoint may be older than an option, which has its default then.
+        theirs = {"optimizer": "adamw",
+                  **decode(CheckpointReader(found).manifest["extra"])["options"]}
         differ = [f"{option(name)} {theirs.get(name)} there and {getattr(args, name)} here"
                   for name in OPTIONS if theirs.get(name) != getattr(args, name)]
     except Exception as error:
