@@ -315,6 +315,100 @@ def test_backward_inside_of_full_params_needs_its_forward_there(kind):
     torch.testing.assert_close(found, 2 * expected)
 
 
+def pair_of(kind):
+    """A sharded model, its optimizer, and the plain model"""
+    torch.manual_seed(0)
+    modules = nn.Sequential(linear(), linear())
+    plain = copy.deepcopy(modules)
+    model = (Zero3Sequential([Zero3Layer(m) for m in modules]) if kind == "chain" else
+             wrap(modules, nn.Linear))
+    return model, torch.optim.SGD(model.get_trainable_chunk(), 0.1), plain
+
+
+@pytest.mark.parametrize("kind", ["chain", "wrap"])
+def test_a_step_inside_of_full_params_is_an_error(kind):
+    """
+    The parameters inside have the values from before. A forward pass would compute with these, and
+    `writeback` would undo the step. Breaks where nobody compares the shards' versions.
+    Proves `Sharded.full_params`, `LayerGuard.before_forward`.
+    """
+    model, optimizer, plain = pair_of(kind)
+    x = torch.ones(1, WIDTH)
+
+    def inside(writeback):
+        with model.full_params(writeback):
+            model(x).sum().backward()
+            optimizer.step()
+            if not writeback:
+                model(x)
+
+    assert "a step or `load` inside of it. What to do: leave `full_params()`" in message(
+        lambda: inside(False))
+    assert "a step or `load` in the block, which this would undo" in message(lambda: inside(True))
+    # Both steps were taken, and nothing else.
+    theirs = torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(2):
+        plain(x).sum().backward()
+        theirs.step()
+    with model.full_params() as params:
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(params[name], p)
+
+
+@pytest.mark.parametrize("kind", ["chain", "wrap"])
+def test_a_hook_of_a_shard_is_an_error(kind):
+    """
+    Nobody would call it, because the gradient of a shard comes from a reduce-scatter.
+    Proves `LayerGuard.check`, `contents._hooks_of`.
+    """
+    model, _, _ = pair_of(kind)
+    shard = model.get_trainable_chunk()[-1]
+    x = torch.ones(1, WIDTH)
+    for register in (shard.register_hook, shard.register_post_accumulate_grad_hook):
+        handle = register(lambda grad: None)
+        assert "cannot call the hooks of a shard" in message(lambda: model(x))
+        handle.remove()
+    optimizer = Zero3Optimizer(model)
+    optimizer.backward(model(x).sum())
+    optimizer.step()
+    model(x)
+
+
+@pytest.mark.parametrize("kind", ["chain", "wrap"])
+def test_a_layer_that_is_frozen_between_forward_and_backward_is_an_error(kind):
+    """
+    Plain PyTorch would give it no gradient, and here it would get one.
+    Proves `LayerGuard.refuse_old_calls`.
+    """
+    model, _, _ = pair_of(kind)
+    loss = model(torch.ones(1, WIDTH)).sum()
+    last = [m for m in model.modules() if isinstance(m, Zero3Layer)][-1].requires_grad_(False)
+    assert "which was frozen in between. What to do: freeze before forward" in message(
+        loss.backward)
+    last.requires_grad_(True)
+    model.zero_grad()
+    model(torch.ones(1, WIDTH)).sum().backward()
+
+
+def test_a_layer_inside_of_a_layer_belongs_to_the_chain():
+    """
+    Its shards are for the optimizer, and its parameters have their names in the plain model. Breaks
+    where a chain knows only the layers that it was built with.
+    Proves `Sharded.and_inside`, `Zero3Sequential.named_layers`,
+    `ShardedModel.get_trainable_chunk`.
+    """
+    def module(wrapped):
+        inner = nn.Sequential(linear(), wrapped(linear()))
+        return nn.Sequential(linear(), nn.Sequential(linear(), wrapped(inner)))
+
+    plain = nn.Sequential(module(nn.Identity().forward), linear())
+    model = Zero3Sequential([Zero3Layer(module(Zero3Layer)), Zero3Layer(linear())])
+    assert {*model.get_trainable_chunk()} == {*model.parameters()}
+    assert len(model.get_trainable_chunk()) == 4
+    with model.full_params() as params:
+        assert {*params} == {name for name, _ in plain.named_parameters()}
+
+
 # -------------------------------------------------------------------------------- frozen, thawed
 
 

@@ -584,10 +584,10 @@ class Zero3Sequential(ShardedModel):
 
     def named_layers(self) -> Iterator[tuple[str, Sharded]]:
         """
-        ### The layers, each with the prefix of its parameters' names in an `nn.Sequential`
+        ### All layers, each with the prefix of its parameters' names in an `nn.Sequential`
         """
         for i, layer in enumerate(self.module_list):
-            yield f"{i}.", layer
+            yield from layer.and_inside(f"{i}.")
 
 
 # ## What later chapters replace
@@ -611,6 +611,7 @@ class Zero3Sequential(ShardedModel):
 # | a layer that is in no chain | nothing overlaps with its all-gather | a chain, or `wrap` |
 # | sparse gradients | an error | `sparse=False` |
 # | double backward (`create_graph=True`) | an error | inside `full_params()` |
+# | `backward(inputs=shards)` | no layer gets a gradient | freeze the others |
 # | a write to a parameter in forward | an error; lost if through `.data` | write to the shards |
 # | a tensor deep inside objects | "modified by an inplace operation" | put it in a tuple or dict |
 # | autocast | a 16-bit copy of every weight stays | bf16 layers with fp32 masters |

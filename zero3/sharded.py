@@ -34,7 +34,7 @@ from zero3.comm.collectives import ALONE, Communicator
 from zero3.comm.order import Listener, all_ranks
 from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, Slot, StorageFactory
-from zero3.guards.moments import Guarded
+from zero3.guards.moments import Guarded, own_modules
 from zero3.guards.options import Named, expect, whole
 from zero3.watch import Watch
 
@@ -147,10 +147,11 @@ class Sharded(Trained, Guarded):
         ### The full parameters, by their original names
 
         All ranks must enter and leave together. Inside, the layer may be read, called and written
-        to. With `writeback=True` the values that rank 0 wrote are sharded at the end. If a rank
-        raises an exception in such a block, nothing is written, and the other ranks raise
-        `RuntimeError`. Without `writeback` written values are lost, with a warning. Afterwards the
-        parameters are freed again: `clone` the values to keep.
+        to. Do not step or load there, because these parameters would keep their values. With
+        `writeback=True` the values that rank 0 wrote are sharded at the end. If a rank raises an
+        exception in such a block, nothing is written, and the other ranks raise `RuntimeError`.
+        Without `writeback` written values are lost, with a warning. Afterwards the parameters are
+        freed again: `clone` the values to keep.
         """
         self.reshard()
         # Into another buffer, so that a view that the caller keeps stays valid.
@@ -162,6 +163,7 @@ class Sharded(Trained, Guarded):
         for flat in self.flats:
             flat.storage.release(self.comm.fetch_stream)
         self.is_full_elsewhere = True
+        self.gathered_versions = self.shard_versions()
         for flat, full in zip(self.flats, fulls, strict=True):
             flat.look_at(full)
         try:
@@ -197,10 +199,12 @@ class Sharded(Trained, Guarded):
         """
         #### Shard the values that rank 0 has written
 
-        If the block has failed on another rank, or a parameter has another shape or type now on
-        one, all raise `RuntimeError`.
+        If the block has failed on another rank, or if on one the shards have changed, or a
+        parameter has another shape or type, all raise `RuntimeError`.
         """
         problem = ""
+        if self.gathered_versions != self.shard_versions():
+            problem = "a step or `load` in the block, which this would undo"
         for flat, full in zip(self.flats, fulls, strict=True):
             problem = flat.collect_writes(full) or problem
         self.comm.agree(self, "is not written back, and is unchanged",
@@ -208,6 +212,16 @@ class Sharded(Trained, Guarded):
                         "type", problem, "look for the error on that rank; change values only")
         for flat, full in zip(self.flats, fulls, strict=True):
             flat.storage.replace(self.comm.scatter(full))
+
+    def and_inside(self, prefix: str) -> Iterator[tuple[str, Sharded]]:
+        """
+        ### This layer and the sharded layers inside, each with the prefix of its parameters' names
+        """
+        yield prefix, self
+        for path, module in own_modules(self.module, prefix):
+            for name, child in module._modules.items():
+                if isinstance(child, Sharded):
+                    yield from child.and_inside(f"{path}{name}.")
 
     def drop_full_grads(self) -> None:
         """
@@ -269,8 +283,9 @@ class ShardedModel(Trained, Named):
         An optimizer of torch's takes these: `torch.optim.AdamW(model.get_trainable_chunk())`.
         """
         # Each once, also if a layer is in a chain twice.
-        chunks = (chunk for layer in self.sharded_layers for chunk in layer.get_trainable_chunk())
-        return list(dict.fromkeys(chunks))
+        layers = [layer for _, layer in self.named_layers()]
+        return list(dict.fromkeys(
+            chunk for layer in layers for chunk in layer.get_trainable_chunk()))
 
     def named_layers(self) -> Iterator[tuple[str, Sharded]]:
         """

@@ -578,7 +578,8 @@ def test_a_damaged_folder_is_an_error_on_all_ranks(tmp_path):
 def refuses_to_save(folder):
     model, optimizer = ours(0)
     save_dcp(folder / "one", model, optimizer)
-    told = [refused(lambda: save_dcp(folder / "one", model, optimizer))]
+    told = [refused(lambda: save_dcp(folder / "one", model, optimizer)),
+            refused(lambda: save_dcp(folder / "two", model, extra={"optim": 1}))]
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "shard"))
     part = wrap(Net(0), Block, mesh=mesh["shard"])
     told.append(refused(lambda: save_dcp(folder / f"part{dist.get_rank()}", part)))
@@ -592,10 +593,12 @@ def refuses_to_save(folder):
 
 def test_what_cannot_be_written_is_an_error(tmp_path):
     """
-    A folder that has a checkpoint, a model on some of the ranks, and weights that are split.
+    A folder that has a checkpoint, an `extra` that would be overwritten, a model on some of the
+    ranks, and weights that are split.
     Proves `save_dcp`, `dcp._check`.
     """
-    for one, part, split in run(refuses_to_save, 2, tmp_path):
+    for one, extra, part, split in run(refuses_to_save, 2, tmp_path):
+        assert "would lose a part of `extra`" in extra and "['optim']" in extra
         assert "a folder without a checkpoint" in one
         assert "a model on all 2 ranks. Got: one on ranks [" in part
         assert "whole weights" in split and "because of tensor parallelism" in split

@@ -88,6 +88,9 @@ def save_dcp(folder: str | Path,
     with agreed(entries, f"cannot be saved to {folder}", "what DCP can write",
                 "see there; nothing has changed"):
         _check(entries, Path(folder))
+        ours = {"model", "optim"} & {*(extra or {})}
+        entries.expect(not ours, "would lose a part of `extra`", "other names in it", sorted(ours),
+                       "rename it")
         described = entries.describe()
     listing = Listing({"optimizer": entries.options(), **entries.manifest(described)})
     planner = _Boxes(entries, listing)

@@ -186,6 +186,12 @@ class Entries(Named):
         self.expect(optimizer is None or has_pieces or frozen, "cannot save or load this optimizer",
                     "one of this model's shards", type(optimizer).__name__,
                     "build the optimizer after the model is wrapped, on the wrapped model")
+        mine = {piece.param for flat in self.flats for piece in flat.pieces}
+        others = [p for p in self.state if p not in mine] if self.owners is None else []
+        self.expect(not others, "would lose states of the optimizer",
+                    "those of this model's shards", f"some of {len(others)} other parameters",
+                    "step them with an optimizer of their own, and save its `state_dict()` in "
+                    "`extra`")
         # The states of these parameters while they are saved, in pieces like all others.
         self.spread: dict[nn.Parameter, Spread] = {}
         self.replicated = self._find_replicated(paths)

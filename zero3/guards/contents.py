@@ -84,6 +84,11 @@ class LayerGuard:
                          "with", f"a {type(shard).__name__} in its place", "leave sharded layers "
                          "out of what replaces parameters, as `fully_shard` and "
                          "`distribute_module` do")
+            hooks = _hooks_of(flat.shard)
+            layer.expect(not hooks, "cannot call the hooks of a shard", "none, because its "
+                         "gradient comes from a reduce-scatter", hooks, "change `.grad` between "
+                         "backward and step, or register the hook on the parameter before it is "
+                         "wrapped")
         if self.depth == 0 and self.known.has_changed():
             self._hide_again()
             self.known = Known([layer, *(owner for _, owner in self._look())])
@@ -158,6 +163,10 @@ class LayerGuard:
         self.check()
         self.layer.show_again()
         layer = self.layer
+        layer.expect(
+            not layer.is_full_elsewhere or layer.gathered_versions == layer.shard_versions(),
+            "cannot compute", "the weights that `full_params()` has gathered", "others, since a "
+            "step or `load` inside of it", "leave `full_params()` first, and enter it again")
         copies = torch.is_autocast_enabled(layer.device.type) and torch.is_grad_enabled()
         if copies and any(flat.full.dtype == torch.float32 for flat in layer.flats):
             # The same words for each layer, because Python shows a warning once.
@@ -220,6 +229,10 @@ class LayerGuard:
             "the weights of its forward pass", "weights that have changed since, by an "
             "optimizer for instance", "go backward through all forward passes before you "
             "step; or compute the forward pass again")
+        frozen = [flat.slots[0].names[0] for flat in self.layer.flats
+                  if flat.trains and not flat.shard.requires_grad]
+        self.layer.expect(not frozen, "cannot go backward", "layers that train as in forward",
+                          f"`{frozen[:1]}`, which was frozen in between", "freeze before forward")
 
     def before_grad(self, grad: torch.Tensor, name: str) -> None:
         """
@@ -305,6 +318,18 @@ def check_chain(modules: Iterable[Layer]) -> list[Layer]:
                type(layer), "wrap it, with parameters or without", TypeError)
     check_groups(layers)
     return layers
+
+
+def _hooks_of(shard: nn.Parameter) -> list[object]:
+    """
+    #### The hooks that somebody else has registered on a shard
+    """
+    # A shard in a file would report a use.
+    with torch._C.DisableTorchFunctionSubclass():
+        hooks = [*(shard._backward_hooks or {}).values(),
+                 *(shard._post_accumulate_grad_hooks or {}).values()]
+    return [hook for hook in hooks
+            if getattr(hook, "func", hook).__module__ != "zero3.optimizer.states"]
 
 
 def check_walk(chain: Any) -> None:

@@ -53,6 +53,7 @@ class Guarded(nn.Module, Named):
     listener: Any  # hears what happens to it
     is_fetched = False  # from the start of an all-gather until the layer is freed
     is_full_elsewhere = False  # inside `full_params` the parameters are whole in other memory
+    gathered_versions: tuple[int, ...] = ()  # `shard_versions` when the last one began
     users: Collection[Guarded] = ()  # in a whole model: who computes with its parameters now
 
     def fetch_for_others(self) -> bool:
