@@ -351,8 +351,8 @@ MUTATIONS = [
     Mutation(
         "ties", "compression/weights.py", "PrunedElements.keys",
         title="Equal elements have equal keys",
-        old="        return (bits << self.units().bit_length()) | places\n",
-        new="        return bits << self.units().bit_length()\n",
+        old="        return bits.bitwise_or_(places)\n",
+        new="        return bits\n",
         breaks="", program="pruned",
         healthy="pruned of equal ones: 6 of 12",
         symptom="pruned of equal ones: 12 of 12",
