@@ -67,7 +67,7 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("comm/collectives.py", "", "The norm of the whole gradient", "example.comm"),
     ("layer.py", "Zero3Sequential.walk", "", "figure.prefetch"),
     ("layer.py", "Zero3Layer._pre_backward_hook", "", "figure.backward"),
-    ("comm/collectives.py", "", "The second row says", "figure.streams"),
+    ("comm/collectives.py", "", "The third row says", "figure.streams"),
     ("optimizer/buckets.py", "", "The bytes on the wire", "figure.bucket"),
     ("optimizer/stage3.py", "Zero3Optimizer.step", "", "example.optimizer"),
     ("offload/tiers.py", "", "copy, then all-gather", "example.offload"),

@@ -817,7 +817,7 @@ def test_an_infinite_number_of_one_part_stays_there():
     """
     A rank looks at its own first token in the place of those that others have. Breaks where it
     multiplies what it finds by zero.
-    Proves `_Chunked`, `VocabularyEmbedding.forward`.
+    Proves `_Chunked`, `VocabularyEmbedding.forward`, `Line.__init__`.
     """
     for difference, is_equal in run(infinite, 2):
         assert difference < 1e-6 and is_equal
