@@ -114,6 +114,8 @@ def test_a_schedule_rises_by_a_cubic_and_bits_fall_in_equal_parts():
     assert [Prune(0.5, start=3).sparsity_at(t) for t in (2, 3, 4)] == [0, 0.5, 0.5]
     falling = Quantize(4, start_bits=8, start=2, end=6)
     assert [falling.bits_at(t) for t in range(8)] == [None, None, 8, 7, 6, 5, 4, 4]
+    falling = Quantize(1, start_bits=8, end=7)
+    assert [falling.bits_at(t) for t in range(8)] == [8, 7, 6, 5, 4, 3, 2, 1]
     assert progress(7, 5, 9) == 0.5
 
 

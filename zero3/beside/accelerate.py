@@ -19,7 +19,7 @@ So only these calls are replaced. A clipped gradient is the one of plain PyTorch
 $$g \leftarrow g \cdot \min\!\Big(1, \frac{c}{\sqrt{\sum_{r} \lVert g^{(r)} \rVert^2}}\Big)$$
 
 **The order.** Make the `Accelerator` first: it starts the process group, and `wrap` shards over the
-ranks that are there. Then shard, build the optimizer, and call `prepare`:
+ranks that are there:
 
 ```
 accelerator = Accelerator()
@@ -113,8 +113,6 @@ class Accelerator(accelerate.Accelerator):
                       evaluation_mode: bool = False) -> nn.Module:
         """
         ### Take a sharded model as it is
-
-        `prepare` calls this.
 
         Raises `RuntimeError` if the model is not sharded over all ranks, is on another device, or
         is not in the precision that was asked for.

@@ -72,8 +72,8 @@ def verify(folders: list[Path]) -> int:
 # ----------------------------------------------------------------------------------- safetensors
 
 
-def export(folder: Path,
-           out: Path,
+def export(folder: str | Path,
+           out: str | Path,
            dtype: torch.dtype | None = None) -> None:
     """
     ## Export the weights for Hugging Face
@@ -81,7 +81,7 @@ def export(folder: Path,
     * `out` is a folder without a file `model.safetensors`
     * `dtype` is the new data type of floating-point parameters, by default that of the model
     """
-    checkpoint = CheckpointReader(folder)
+    checkpoint = CheckpointReader(Path(folder))
     like: Like = {}
     for param in checkpoint.params:
         own = TYPES[checkpoint.flats[param.flat]["dtype"]]
@@ -93,7 +93,7 @@ def export(folder: Path,
     # The other names of a tied parameter.
     metadata = {"format": "pt"} | {other: param.name for param in checkpoint.params
                                    for other in param.entry["names"][1:]}
-    file = write_tensors(make_output_folder(out) / "model.safetensors", like,
+    file = write_tensors(make_output_folder(Path(out)) / "model.safetensors", like,
                          lambda name: _parts(checkpoint, name), metadata)
     print_escaped(f"wrote {len(like)} tensors of step {checkpoint.manifest['step']}, "
                   f"{file['nbytes']:,} bytes, to {out}")

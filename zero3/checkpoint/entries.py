@@ -160,9 +160,8 @@ class Entries(Named):
         layers = [m for m in paths if isinstance(m, Zero3Layer) and m.flats]
         # All ranks of the model, also if it has no layers.
         self.comm = comm_of(model)
-        # Its place in the pipeline. The ranks at one place have shards of the same layers.
+        # Its place in the pipeline.
         self.place = self.comm.stages.rank
-        # The files of a place follow each other, in the order of their shards.
         self.file_number = self.place * self.comm.world_size + self.comm.rank
         check_groups(layers)
         self.expect(bool(layers), "has nothing to save or load", "a model of Zero3Layers",
@@ -174,7 +173,6 @@ class Entries(Named):
         self.owners = optimizer.owners if isinstance(optimizer, Zero3Optimizer) else None
         # The optimizers of the param groups that are stepped whole.
         self.inner = self.owners.inner if self.owners else {}
-        # The states of a `Zero3Optimizer`, by their shards.
         self.owned: dict[torch.Tensor, ShardStates] = {
             states.shard: states for states in getattr(optimizer, "shard_states", ())}
         self.flats = [self._flat(layer, paths[layer], p)

@@ -501,7 +501,7 @@ class CheckpointReader(Listing):
             return len(values)
         flat = self.flats[param.flat]
         shard_numel = self._shard_numel(flat)
-        # The formula above: the file, and the element of its shard.
+        # The formula above.
         rank, first = divmod(param.entry["offset"] + begin, shard_numel)
         last = min(shard_numel, first + len(values))
         with errors_name(f"`{param.name}`, its {key}"):

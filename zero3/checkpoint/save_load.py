@@ -214,7 +214,6 @@ class Saving:
         with self._on_all_ranks():
             copies = self._write_now(listed, async_write)
         worker = ThreadPoolExecutor(1, "zero3-checkpoint")
-        # This rank's file, when it is on the disk.
         self.written = worker.submit(self._write_rest, copies)
         worker.shutdown(wait=False)
         if async_write:
@@ -347,7 +346,7 @@ class Saving:
             raise
 
 
-# The last asynchronous save of each model, by the communicator of its layers.
+# The last asynchronous save of each model, by its communicator.
 _LAST_SAVES: WeakKeyDictionary[Communicator, Saving] = WeakKeyDictionary()
 
 

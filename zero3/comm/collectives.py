@@ -15,8 +15,7 @@ and a zero of padding. Gradients are divided by the number of ranks already, so 
 
 The norm of the whole gradient is then $\sqrt{13 + 16} = 5.39$ on both ranks.
 
-The first two collectives start early and are waited for late, so that they overlap computation. A
-norm is waited for at once.
+The first two collectives start early and are waited for late, so that they overlap computation.
 
 **Collectives and messages.** On GPUs we call NCCL's collectives. On the CPU a rank sends one
 message to each other rank by gloo, and receives one from each (`by_messages`). gloo's own
@@ -47,9 +46,8 @@ the other. If one stream uses something that another one wrote, it waits for an 
 | the host, at the reduce after the next | the copy to CPU memory | it reads the sums there |
 
 The first row keeps the overlap: a gather is queued before the computation that it overlaps, so it
-waits for earlier layers only. The third row says *this* layer: compute waits for the layer's own
-collective, and for an event right after the layer's own copy. If it waited for all of the fetch
-stream, it would also wait for the next layer's copy.
+waits for earlier layers only. The third row says *this* layer: if compute waited for all of the
+fetch stream, it would also wait for the next layer's copy.
 
 **The same on all ranks.** Before its data, each rank announces what it is about to send, and
 `guards/diverged.py` compares the announcements: on the CPU the host does it, and on an accelerator
@@ -141,17 +139,14 @@ class Communicator(Peers):
 
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
-        # The fetch stream waits for the compute stream, which wrote the shards, and has read the
-        # memory that is allocated now.
         with self.on(self.fetch_stream):
             transfer = self.begin([self.group], [sender], "gather", pairs)
             for full, shard in pairs:
                 self._check_shard(sender, full, shard)
-                # Allocate it. Nothing happens if it has its memory already.
+                # Nothing happens if `full` has its memory already.
                 in_flight.resize(full, full.nbytes)
                 rows = self.rows(full)  # (world_size, shard_numel)
-                # Copy the shard into its row, and send the row. So a buffer that the shard was read
-                # into is free again.
+                # Send a copy. So a buffer that the shard was read into is free again.
                 mine = rows[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 transfer.from_cpu |= shard.device != full.device
@@ -359,7 +354,7 @@ class Communicator(Peers):
         """
         ### Announce what this rank is about to send
 
-        It sends 32 bytes to each other rank of these groups, ahead of the data.
+        It sends 32 bytes to each other rank of these groups.
 
         Raises `RuntimeError` after an earlier error, because the other ranks would take what is
         sent now for what they still expected then.
@@ -387,7 +382,6 @@ class Communicator(Peers):
             self.send(transfer, group, order, mine, all_gather_single, _ORDER_TAG)
             transfer.orders.append((group, order))
             transfer.order_bytes += _ORDER_BYTES * (group.size - 1)
-        # `_arrive` waits for these first, and then for the data.
         transfer.announced = len(transfer.works)
         return transfer
 
@@ -739,7 +733,7 @@ def streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     kernels.
     """
     backend = torch.get_device_module(device)
-    # The CPU's streams do nothing, and take no device.
+    # The CPU's streams take no device.
     options = {} if device.type == "cpu" else {"device": device, "priority": -1}
     return backend.Stream(**options), backend.Stream(**options)
 
@@ -748,7 +742,7 @@ def named_range(name: str) -> AbstractContextManager[object]:
     """
     ## A range in the traces of `torch.profiler`, if a profiler runs
 
-    Without one there is no range: to make one takes time, even if nobody records it.
+    To make one takes time, even if nobody records it.
     """
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 

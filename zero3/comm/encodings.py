@@ -134,7 +134,7 @@ class Int8:
         scales.copy_(largest / self.levels)
         # Below this number a bfloat16 has fewer digits, and codes could be too large.
         scales.masked_fill_(scales < torch.finfo(scales.dtype).tiny, 0)
-        # The largest code times the scale has to be finite in the type of the rows.
+        # A finite number stays finite.
         above = scales.float() * self.levels > torch.finfo(rows.dtype).max
         scales.view(torch.int16).sub_((above & scales.isfinite()).to(torch.int16))
         # A block of zeros has the scale 0. Dividing by infinity gives the codes 0.

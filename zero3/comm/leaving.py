@@ -33,7 +33,6 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
-# How long the end of a program waits for gloo's threads.
 LEAVE_S = 0.5
 
 

@@ -439,7 +439,6 @@ class LinkedCommunicator(Communicator):
             return sums, None
         with self.on(self.backup_stream):
             group = self.across if self.links.has_nodes else self.replicas
-            # This rank's own row of its slice, (shard_numel,). Without nodes, that is all of it.
             totals = [each.view(self.across.size, -1)[self.across.rank] for each in sums]
             if self.links.has_nodes:
                 totals = [total.clone() for total in totals]

@@ -3,7 +3,7 @@ r"""
 
 `groups_of` turns a mesh, torch's table of ranks, into the groups that share a model.
 
-With a mesh some ranks of a run can share a model. Here four ranks train two models side by side:
+With a mesh some ranks of a run can share a model. Here four ranks train two models:
 
 | mesh | ranks of the model | place of rank 2 | a shard is |
 |---|---|---|---|
@@ -43,7 +43,7 @@ same order, so they keep the same bits.
 **Nodes.** A mesh ("nodes", "shard") keeps one model on all ranks, and only says which of them are
 near (see `links.py`).
 
-**Run this**: `python -m pytest tests/comm/test_groups.py` trains models on groups of ranks.
+**Run this**: `python -m pytest tests/comm/test_groups.py`.
 
 **Not covered, and what that costs**: each rank of the run has to build every mesh, also those that
 it is not in. On the CPU the sums of the other replicas take memory until they are added, $R$ times

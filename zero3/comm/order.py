@@ -287,7 +287,7 @@ class Listener:
     """
     ## Listener: an object that hears of every event
 
-    This one ignores them. Each layer has it until a `Ledger` listens.
+    Each layer has this one until a `Ledger` listens.
     """
 
     def record(self, sender: Any,

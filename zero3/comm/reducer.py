@@ -48,7 +48,6 @@ class Reducer:
 
     def __init__(self, comm: Communicator):
         self.comm = comm
-        # The layers in the reduce in flight, and its transfer.
         self.layers: Sequence[Reducible] = ()
         self.transfer: Transfer | None = None
         # Layers that have to finish before `backward()` returns.
@@ -56,7 +55,6 @@ class Reducer:
         # The exchange in flight, and the gradients that are views of its totals.
         self.exchange: Transfer | None = None
         self._exchanged: list[tuple[torch.Tensor, GradientSink, Names]] = []
-        # The reduced gradient that is being copied to CPU memory.
         self._leaving: _Leaving | None = None
 
     def make_way(self, layer: Reducible, pairs: Pairs) -> bool:

@@ -123,8 +123,6 @@ class StatesAway:
     def back(self) -> None:
         """
         ### Have the states on the device, wherever they are
-
-        `ShardStates` calls it before a step, `state_dict` or a checkpoint uses its states.
         """
         self.reload()
         for part in self.parts:
@@ -206,7 +204,7 @@ def leaving(layers: dict[str, Zero3Layer], nbytes: int) -> list[str]:
     """
     ## The layers whose states leave, in the order in which they do
 
-    As many as have `nbytes` together; the one that is stepped last is the first.
+    As many as have `nbytes` together.
     """
     names = {layer: name for name, layer in layers.items()}
     optimizer = optimizer_on_device(next(iter(names)))

@@ -169,7 +169,7 @@ def on_copies(change: Change) -> Change:
     """
     ## Have a function change copies of its graphs
 
-    Each pass begins with it, so that it leaves its arguments alone.
+    Each pass begins with it.
     """
     @functools.wraps(change)
     def change_copies(*args: Any) -> Any:
@@ -232,8 +232,7 @@ def full_numel(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ())
     * `numel` is what each layer has in full, with padding
     * `kept` are the layers that are whole before the first operation
 
-    A packed buffer counts from its `gather` to the first `wait` for one of its layers, and that
-    takes memory for all of them.
+    A packed buffer counts from its `gather` to the first `wait` for one of its layers.
     """
     whole = set(kept)
     full = sum(numel[layer] for layer in whole)

@@ -34,8 +34,8 @@ Alone means `bucket_bytes=0`. Then backward finds two layers full, and does not 
 Together there is room for all, so backward gathers nothing again. The price: such layers cannot be
 frozen one by one after `compile`, and the parameters of one are not in its `parameters()`.
 
-**Graph breaks.** Dynamo cannot trace everything, for instance a branch that depends on a value.
-Then Python runs that line, and the next line begins another graph. Each graph frees what it has
+**Graph breaks.** Dynamo cannot trace everything, such as a branch that depends on a value. Then
+Python runs that line, and the next line begins another graph. Each graph frees what it has
 gathered. A layer that Dynamo cannot trace at all runs with its hooks; `report()` says which one,
 and why.
 
@@ -91,7 +91,6 @@ from zero3.whole_model.units import Unit
 from zero3.whole_model.wrap import Classes, Zero3Model, wrap
 
 ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}
-# The options of `wrap` that are not about hooks.
 _OPTIONS = ("leaf_classes", "offload", "device", "seed", "init", "checkpoint", "mesh",
             "activations")
 # In a unit's `users` for code outside of graphs, until backward ends. A unit would leave before.
@@ -104,7 +103,7 @@ class CompiledUnit(Unit):
     """
     ## A layer of a compiled model
 
-    Graphs call its operations. If the compiler cannot trace it, it is a `Unit` with hooks.
+    Graphs call its operations.
     """
 
     reducer: PlannedBucket

@@ -300,8 +300,6 @@ def offload_states(forward: fx.Graph, backward: fx.Graph, layers: list[str]
 
     * `forward` and `backward` have their communication already
     * `layers` leave in this order, and come back in the reverse one. `forward` gathers each of them
-
-    The table at the head of `away.py` shows the order.
     """
     first = next(node for node in forward.nodes if node.op != "placeholder")
     for layer, end in zip(layers, _ends_of_layers(forward), strict=False):

@@ -353,8 +353,6 @@ def marked_inputs(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Graph:
 def marked_gradients(graph: fx.Graph, places: Sequence[Place | None]) -> fx.Graph:
     """
     ## A graph that hands over the gradients of parameters as soon as they are there
-
-    It returns `None` for them.
     """
     output = graph.output_node()
     gradients = [*output.args[0]]  # type: ignore[misc]

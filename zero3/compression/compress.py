@@ -113,7 +113,6 @@ def compress(model: nn.Module | Iterable[nn.Module], rules: Rules) -> "Compressi
         added = [(module, _methods(module, of_pattern)) for module in matched.values()]
         _share(added)
         made += added
-    # Everything is checked now.
     for module, methods in made:
         _put(module, methods)
     compression = Compression(found[""], [each for _, methods in made for each in methods])

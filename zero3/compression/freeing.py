@@ -12,7 +12,7 @@ the stored one. **Two layers of 100 elements** on two ranks, after forward:
 | if autograd keeps it | 50 + 50 | 100 + 100 |
 | with `Compressed` | 50 + 50 | 0 |
 
-So the module frees it, as a layer frees its flat parameter. In backward:
+So the module frees it. In backward:
 
 | event | the compressed weight |
 |---|---|
@@ -59,7 +59,6 @@ class Compressed(nn.Sequential):
         """
         super().__init__(*methods)
         self.hooks = [module.register_forward_pre_hook(before_forward),
-                      # Also if it fails.
                       module.register_forward_hook(after_forward, always_call=True)]
         # The weights that were made since the forward of the module began; `None` outside of it.
         self.made: list[torch.Tensor] | None = None

@@ -7,8 +7,8 @@ A global sparsity of one half means: prune the smaller half of *all* elements. G
 send the whole model. But ranks can *count*. They agree on the number digit by digit, the greatest
 digit first.
 
-**Four numbers on two ranks.** The second smallest of 42, 17, 13 and 45 is wanted. Rank 0 has 42
-and 17, rank 1 has 13 and 45:
+**Four numbers on two ranks.** The second smallest is wanted. Rank 0 has 42 and 17, rank 1 has 13
+and 45:
 
 | | rank 0 counts | rank 1 counts | together | so |
 |---|---|---|---|---|
@@ -46,7 +46,6 @@ from zero3.guards.freed import FreedParameter
 from zero3.guards.moments import Guarded
 
 DIGIT = 8
-# Adds up counts over all ranks.
 Total = Callable[[torch.Tensor], torch.Tensor]
 
 

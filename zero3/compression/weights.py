@@ -1,8 +1,8 @@
 r"""
 # Compressed weights: masks and grids
 
-`Pruned` and `Quantised` are parametrizations of torch's own `torch.nn.utils.parametrize`: a module
-asks for its `weight`, and gets what they make of the stored one.
+`Pruned` and `Quantised` are parametrizations of `torch.nn.utils.parametrize`: a module asks for its
+`weight`, and gets what they make of the stored one.
 
 | the module's `weight` | from the stored weight $w$ |
 |---|---|
@@ -228,7 +228,6 @@ class PrunedParts(Pruned):
         ### Which rows, channels or heads are left: `(units,)` bool
         """
         parts = self.original.abs().transpose(0, self.axis).reshape(self.units(), -1)
-        # The sum of the magnitudes of each.
         sizes = parts.sum(dim=1, dtype=torch.float64)
         kept = torch.ones_like(sizes, dtype=torch.bool)
         kept[sizes.argsort(stable=True)[: self.count]] = False

@@ -4,7 +4,7 @@ r"""
 `predict` says how many bytes a sharded model will hold and send, before it runs.
 
 A training step is a fixed sequence of events. `predict` replays it with numbers in place of
-tensors, and notes the highest sum. The tests compare it with a `Ledger` that measures, to the byte.
+tensors, and notes the highest sum.
 
 **Two layers on two ranks.** Layer A has three weights, so its shards have two elements each; layer
 B has two weights, and shards of one. In fp32, a rank rests with 12 bytes. This is a step with plain
@@ -278,7 +278,6 @@ def predict(
         out_bytes=micro_batches * saved.out_bytes,
         in_bytes=micro_batches * saved.in_bytes,
     )
-    # The highest sum of what has come and not gone.
     return replace(found, peak_bytes=found.rest_bytes + max(accumulate(step.memory, initial=0)))
 
 
@@ -322,7 +321,6 @@ class _Shard:
         state_bytes = (1 + moments) * self.master_bytes + self.grad_bytes
         in_file = states_in.place(state_bytes) == "nvme"
         steps_on = "device" if states_in.tier == "device" else "cpu"
-        # The optimizer steps the shard itself if it has the right data type and is at hand.
         at_hand = in_file if self.file_bytes else one_memory or self.tier == steps_on
         self.is_master = self.state_width == self.part.element_bytes and at_hand
         if in_file:
@@ -375,7 +373,7 @@ class Step:
         self.bucket_bytes = bucket_bytes if world_size > 1 else 0
         self.packs = packs
         self.receives = by_messages and world_size > 1
-        # Bytes that are allocated, or freed if negative, in the order in which it happens.
+        # Bytes that are allocated, or freed if negative, in order.
         self.memory: list[int] = []
         # Of each transfer: the bytes and the messages to each other rank.
         self.sent: list[tuple[int, int]] = []
@@ -436,7 +434,6 @@ class Step:
         row_bytes = sum(s.grad_bytes for s in shards)
         widths = Counter(s.grad_width for s in shards)
         self.sent.append((row_bytes, len(widths) if self.packs else len(shards)))
-        # Gradients of one data type are packed side by side.
         packed = [s.grad_bytes for s in shards if self.packs and widths[s.grad_width] > 1]
         packed_bytes = self.world_size * sum(packed)
         # NCCL adds the gradients by itself.

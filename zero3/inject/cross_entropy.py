@@ -102,7 +102,6 @@ class _Chunked(torch.autograd.Function):
             # A logit that does not count may be infinite, and infinity times zero is NaN.
             loss += (total - of_target).where(counts, 0).sum()
             if wanted:
-                # In place.
                 grad = logits.sub_(total).exp_()
                 grad.scatter_add_(1, target, -is_here.to(wide))
                 # Divide the sums, and not this: in fp16 most of it would be rounded to zero.

@@ -56,7 +56,7 @@ class Line:
     """
     ## The ranks that split a model, and their collectives
 
-    It stands for the sender of activations in a `Ledger`, under the name `tensor ranks`.
+    It stands for the sender of activations in a `Ledger`.
     """
 
     label = "tensor ranks"

@@ -220,7 +220,6 @@ def restore(model: nn.Module) -> nn.Module:
     """
     report(model, ())
     for module in model.modules():
-        # The last replacement first.
         while isinstance(module, Replacement):
             by: Any = type(module).__bases__[0]
             by.end(module)

@@ -4,8 +4,8 @@ r"""
 With `tensor_parallel(mesh, sequence=True)` each rank keeps only some of the positions of a sequence
 between the split layers.
 
-Norms, dropouts and the residual stream treat each position by itself, so each rank can compute some
-of the positions. Take four positions $x_0 \ldots x_3$ on two ranks:
+Norms, dropouts and the residual stream treat each position by itself. Take four positions
+$x_0 \ldots x_3$ on two ranks:
 
 | | rank 0 | rank 1 |
 |---|---|---|

@@ -31,8 +31,8 @@ communication.
 
 **Vocabulary.** Embedding and head are split by tokens. A rank looks up the tokens that it has, and
 zeros for the others, and $g$ adds them up. The head's logits are gathered. With the policy
-`cross_entropy` the loss needs no gather of logits: it exchanges the logarithm of the sum of
-$e^{\text{logit}}$ and the logit of the target, two numbers for each position.
+`cross_entropy` the loss exchanges only the logarithm of the sum of $e^{\text{logit}}$ and the logit
+of the target, two numbers for each position.
 
 A layer with attention and a feed-forward network has both twice. For $T$ positions of $d$ features
 with $b$ bytes, on $t$ ranks, a rank sends in a layer's forward and backward
@@ -153,7 +153,6 @@ class Split(Replacement):
             self.pattern.stream.begin(self, self.line)
         self.border = self.line.border_of(self)
         parts = [*self.pattern.parts(self)]
-        # Of the numbers that are divided.
         self.whole_values = {name: value for name in self.pattern.divided
                              if (value := _attribute(self, name)) is not None}
         for name, value in self.whole_values.items():
@@ -251,11 +250,10 @@ class Row(Weights):
     """
     ## A linear layer of which this rank has some of the inputs
 
-    $g$ adds up the products of all ranks. The bias is whole on each, and is added once, afterwards.
+    The bias is whole on each rank, and is added once, after $g$.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Hugging Face's `Conv1D` keeps the transposed weight.
         weight = self.weight if _conv1d(self) else self.weight.t()
         out = self.border.leave(x @ weight)
         return out if self.bias is None else out + self.border.weight(self.bias)
@@ -301,7 +299,6 @@ class VocabularyHead(Weights):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = F.linear(self.border.enter(x), self.weight, self.bias)
         part = self.parts["weight"]
-        # All-gather in forward; in backward each rank keeps its part of the gradient.
         return Swap.apply(
             own,
             lambda x: self.line.gather_parts(x, -1, part.size),

@@ -2,7 +2,7 @@ r"""
 # Activations that rest elsewhere
 
 `Activations` moves the tensors that autograd saves in a layer to CPU memory or to files, and brings
-them back in backward, one layer ahead.
+them back in backward.
 
 At long sequences activations are most of the memory of a step. Each is read once, in backward, in
 an order that is known. So a layer's activations leave while the next layer computes, and come back
@@ -179,7 +179,6 @@ class Forward:
             stored = SavedStorage(tensor)
             order.known[_storage_of(tensor)] = stored
         visit.add(stored)
-        # A tensor with the same count of writes, and without the memory.
         writes = tensor.detach()
         writes.data = tensor.new_empty(0)
         return Handle(visit.label, writes, tensor._version, tensor.size(), tensor.stride(),

@@ -67,7 +67,6 @@ class Shelves(Buffers):
         ### Start the threads, and give each a block to write from
         """
         super().__init__(folder, direct, queue_depth, block_bytes, owner)
-        # Files that nobody needs.
         self.idle: list[File] = []
         self.blocks: queue.LifoQueue[torch.Tensor] = queue.LifoQueue()
         for _ in range(queue_depth):

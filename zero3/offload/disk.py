@@ -32,7 +32,7 @@ import torch
 # Right for disks with blocks of 512 and of 4096 bytes. With larger blocks, `File.move` goes through
 # the page cache.
 ALIGN_BYTES = 4096
-# Files that stay free for other purposes, a checkpoint for instance.
+# Files that stay free, for a checkpoint for instance.
 SPARE_FILES = 32
 
 

@@ -84,7 +84,6 @@ class Encoded(Storage):
         self.param = FrozenShard.of_shard(
             owner, torch.empty(len(values), dtype=values.dtype, device=at), False,
             "it rests encoded: look at it in `full_params()`")
-        # Refuse weights that the encoding cannot keep.
         problem = "" if bool(self.load().isfinite().all()) else "an infinity or a NaN"
         self.release()
         owner.comm.agree(owner, "cannot keep its frozen weights encoded", "finite numbers",

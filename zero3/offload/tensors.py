@@ -4,9 +4,8 @@ r"""
 `write_tensors` streams tensors into a safetensors file, `save_tensors` writes a dict of them, and
 `write_index` lists which tensor is in which of several files.
 
-A [safetensors](https://github.com/huggingface/safetensors) file has three parts: the length of the
-header, the header and the numbers. A layer with the weights 1, 2, 3 and the bias 4, in fp32,
-becomes a file of 160 bytes:
+A layer with the weights 1, 2, 3 and the bias 4, in fp32, becomes a
+[safetensors](https://github.com/huggingface/safetensors) file of 160 bytes:
 
 | bytes | content |
 |---|---|
@@ -58,7 +57,7 @@ TYPES = {"F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": 
          "U32": torch.uint32, "U64": torch.uint64}
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
-# The data type and the shape of each tensor of a file.
+# The data type and shape of each tensor.
 Like = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -148,7 +147,6 @@ class Writer:
         self.workers = concurrent.futures.ThreadPoolExecutor(_PIECES, "zero3-checkpoint")
         # One for each piece so far, in the order of the file. Its result is the piece's checksums.
         self.writes: list[concurrent.futures.Future[str]] = []
-        # The piece that is being filled, and the bytes in it.
         self.piece = self.buffers[0]
         self.filled_bytes = 0
         self.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))

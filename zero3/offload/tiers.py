@@ -18,8 +18,7 @@ computes; CPU memory, pinned so that a GPU copies it while it computes; or files
 | the optimizer reads, steps and writes | 0.7 1.8 | 0.7 1.8 | |
 
 All files of a rank share a few buffers: two for shards, and by default five for optimizer states.
-Between two steps a model in files takes no other memory. If each layer has one flat parameter, and
-apart from rounding up to blocks of the disk:
+If each layer has one flat parameter, and apart from rounding up to blocks of the disk:
 
 $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest states of a shard}$$
 
@@ -163,7 +162,6 @@ class Offload(StorageFactory):
             # One buffer is read into while another is copied from. A layer may have several shards.
             buffers = self.buffers_for("params", owner, max(2, len(owner.flats) + 1))
             storage = InFile(buffers, owner, {"shard": values})
-            # Without elements, for an optimizer that asks what there is to train.
             storage.param = FreedParameter.of_shard(
                 owner, torch.empty(len(values), dtype=values.dtype), trains, "it rests in a file: "
                 "look at it in `full_params()`, and step it with `Zero3Optimizer`")

@@ -3,8 +3,8 @@ r"""
 
 `Bucket` lets the gradients of small layers wait for each other and reduces them together.
 
-A collective takes a fixed time beside the time of its bytes. So small layers fill a *bucket* first,
-and one reduce-scatter takes them all.
+A collective takes a fixed time beside the time of its bytes. So small layers share one, in a
+*bucket*.
 
 **Two layers on two ranks.** Layer 1 is that of the example in `minimal.py`: its flat gradient on
 rank 0 is 1 2 3 0, divided by two already. Layer 0 has the gradient 5 6. They are packed side by

@@ -104,7 +104,6 @@ from zero3.optimizer.whole import (
 )
 from zero3.sharded import ShardedModel, comm_of
 
-# A dynamic loss scale starts here.
 _FIRST_SCALE = 65536.0
 
 
@@ -182,7 +181,6 @@ class Zero3Optimizer(Stepper):
         self.reduce_dtype = reduce_dtype
         self.bucket_bytes = bucket_bytes
 
-        # Without a scale, multiply by 1.
         self.dynamic = loss_scale == "dynamic"
         self.scaled = loss_scale is not None
         self.scale_window = scale_window
@@ -221,7 +219,6 @@ class Zero3Optimizer(Stepper):
         self.expect(some, "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
         self._choose_fused(optimizer_class, kwargs)
-        # The groups that are stepped element by element.
         groups = [each for each in options if not is_whole(each)]
         self._place_states(optimizer_class, kwargs, groups)
         self._make_inner(optimizer_class, kwargs, groups, options[len(groups) :])
@@ -314,7 +311,6 @@ class Zero3Optimizer(Stepper):
                 name = f"{paths[layer]} ({layer.label})"
             self._set_grad_dtype(layer, flat)
             for param in params[flat]:
-                # Parameters with equal options share a group.
                 param.group_index = options.index(param.options)
             self.shard_states.append(ShardStates(
                 layer, name, flat, params[flat], self.offload, self.device))
@@ -356,7 +352,7 @@ class Zero3Optimizer(Stepper):
             self.expect(known, "cannot use `group_by`",
                         f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
                         "correct the name of the option")
-            # The part in this rank's shard, which may be empty.
+            # It may be empty.
             span = inside(shard, slice(slot.offset, end))
             found.append(Member(name, slot, special, span))
         return found
@@ -418,8 +414,8 @@ class Zero3Optimizer(Stepper):
         """
         #### Build the wrapped torch optimizer, whose parameters are the pieces of the masters
 
-        `Piece` explains them. The formula of the step is torch's own. Parameters that are stepped
-        whole have optimizers of their own, for the groups `of_owners`.
+        The formula of the step is torch's own. Parameters that are stepped whole have optimizers of
+        their own, for the groups `of_owners`.
         """
         full = [{**each, "params": [piece.param
                                     for piece in self.pieces if piece.group_index == i]}
@@ -636,7 +632,7 @@ class Zero3Optimizer(Stepper):
         scratch = {device: torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
                    for device in {portion.device for states in self.shard_states
                                   for portion in states.portions}}
-        # A negative sign: this rank had no gradient for some of the parameters (see `_squares`).
+        # `_squares` says what a negative sign means.
         unused = self._unused(squares.signbit().all(dim=0).tolist())
         # The owners step the pieces of the last param groups.
         count = len(self.inner.param_groups)
@@ -747,7 +743,7 @@ class Zero3Optimizer(Stepper):
         if stage == self.comm.stages.rank:
             worst = squares.abs().sum(dim=0).nan_to_num(math.inf, math.inf)
             name = self.shard_states[int((worst == worst.max()).nonzero().max())].name
-        # A fixed scale skips the step too. Without a scale, or at its floor, it is an error.
+        # A fixed scale skips the step too.
         may_skip = self.scaled and (not self.dynamic or self.loss_scale / 2 >= self.scale_floor)
         scaled = f" at a loss scale of {self.loss_scale:g}, the lowest" if self.scaled else ""
         self.expect(may_skip, "cannot step", f"a finite gradient{scaled}",
@@ -790,12 +786,11 @@ class Zero3Optimizer(Stepper):
         pieces = [piece for stepped in batch.values() for piece in stepped]
         with ExitStack() as in_memory:
             for states, stepped in batch.items():
-                # Master and gradient are in memory until the `with` ends, wherever they rest. Then
-                # the master is rounded into the shard, and files are written.
+                # When the `with` ends, the masters are rounded into the shards, and files are
+                # written.
                 for where, master, grad in in_memory.enter_context(states.in_memory(self.state)):
                     if grad.dtype != master.dtype:
-                        # All shards use this memory, one after the other. Keeping all fp32
-                        # gradients would take 4 more bytes per parameter.
+                        # Keeping all fp32 gradients would take 4 more bytes per parameter.
                         nbytes = where.stop * master.itemsize
                         wide = scratch[master.device][:nbytes].view(master.dtype)
                         grad = wide[where.start:].copy_(grad)
@@ -921,7 +916,7 @@ class Zero3Optimizer(Stepper):
                     f"{len(self.param_groups)} param groups", f"{len(groups)}",
                     "build the optimizer with the same `group_by`")
         for states, numbers in zip(self.shard_states, state_dict["cuts"], strict=True):
-            # Cut like the saved pieces, between parameters that were used in different steps.
+            # Cut like the saved pieces.
             states.repartition(numbers, self.state)
         self.regroup(self.pieces)
         # The groups of the wrapped optimizer come first, and so do their numbers.
@@ -937,8 +932,8 @@ class Zero3Optimizer(Stepper):
         self.skipped_steps = state_dict["skipped_steps"]
         loss_scale = state_dict["loss_scale"]
         if self.dynamic and loss_scale is not None:
-            # This run has chosen whether to scale. A dynamic scale continues from the saved one. An
-            # earlier version has saved 1 in a run without a scale.
+            # This run has chosen whether to scale. An earlier version has saved 1 in a run without
+            # a scale.
             self.loss_scale = max(loss_scale, self.scale_floor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

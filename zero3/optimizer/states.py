@@ -1,8 +1,8 @@
 r"""
 # The states of a shard: master, moments, gradient, and where they rest
 
-`ShardStates` keeps the master, the moments and the gradient of one trainable shard, on the device,
-in CPU memory or in a file.
+`ShardStates` keeps master, moments and gradient of one trainable shard, on the device, in CPU
+memory or in a file.
 
 **Three weights of a bf16 shard.** With Adam, a rank keeps these for them:
 
@@ -21,8 +21,7 @@ each. With Adam and gradients of $b_g$ bytes that is
 $$\underbrace{4}_{\text{master}} + \underbrace{4 + 4}_{\text{moments}}
 + \underbrace{b_g}_{\text{gradient}} \quad \text{bytes per element of a shard}$$
 
-An fp32 shard that rests where it is stepped is its own master. If an fp32 shard and all of its
-states rest in files, they share one file.
+An fp32 shard that rests where it is stepped is its own master.
 
 **States in files.** A step needs all states of a shard together. They stand side by side in the
 file, so one read brings them all into one of a few buffers. The optimizer prefetches the states of
@@ -166,7 +165,6 @@ class ShardStates:
         self.flat = flat
         self.shard = flat.shard
         self.params = params
-        # fp32, or the shard's data type if that is wider.
         self.master_dtype = torch.promote_types(self.shard.dtype, torch.float32)
         # The shard's `_version` when shard and master last agreed.
         self.synced_version = 0
@@ -178,7 +176,6 @@ class ShardStates:
         cut = min(numel, blocks * BLOCK_NUMEL)
         parts = [(slice(0, cut), offload, device),
                  (slice(cut, numel), Offload(), layer.device)]
-        # One, or two if the states rest in two places.
         self.portions = [Portion(flat, *part, self.master_dtype)
                          for part in parts if part[0].start < part[0].stop]
         # Where a reduced gradient goes; those of two portions go on from the device.
@@ -214,9 +211,7 @@ class ShardStates:
             portion.place(self.layer, values[portion.where], moments)
         storage.release()
         first = self.portions[0]
-        # The file of the states, if they rest in one.
         self.in_file = first.in_file
-        # Whether the optimizer steps the shard itself.
         self.shard_is_master = all(portion.is_master for portion in self.portions)
         in_memory = not isinstance(storage, InFile)
         stays = (in_memory and self.in_file is None and len(self.portions) == 1
@@ -229,7 +224,6 @@ class ShardStates:
             # A weak reference, because shard and hook would keep each other alive forever. If an
             # earlier optimizer has registered one, the second one finds nothing left to do.
             self.shard.register_hook(partial(_before_accumulation, weakref.ref(self.flat)))
-        # Cut it where the param group changes.
         self.repartition([param.group_index for param in self.params], {})
         self.synced_version = self.shard._version
 
@@ -339,7 +333,7 @@ class ShardStates:
                 # Convert them first, so that fewer bytes travel.
                 masters = [each.to(self.shard.device, self.shard.dtype)
                            for each in masters]
-            # Round it to the shard's data type. This is what the layer gathers next.
+            # Rounded, this is what the layer gathers next.
             self.flat.storage.replace(whole_of(masters))
         if write or self.in_file is None:
             # If a master in a file was only read, the file still has the old one.
@@ -464,7 +458,7 @@ class Portion:
         ### Put the states where they rest
 
         * `values` are those of the shard, `(n,)`
-        * `moments` are the names of the tensors that the optimizer keeps for each parameter
+        * `moments` are as for `ShardStates.place`
         """
         in_file = self.offload.place(self.nbytes(moments)) == "nvme"
         if self.is_master:
@@ -668,8 +662,8 @@ def _before_accumulation(flat_ref: weakref.ref[FlatParameter], grad: torch.Tenso
     """
     #### A hook: autograd is about to add a gradient to the shard's `.grad`
 
-    A regulariser over `model.parameters()` has such gradients, for instance. Return the sum with
-    one that rests elsewhere. From now on all parameters count as used.
+    A regulariser over `model.parameters()` has such gradients. Return the sum with one that rests
+    elsewhere. From now on all parameters count as used.
     """
     flat = flat_ref()
     found: Any = None if flat is None else flat.shard.grad

@@ -25,7 +25,6 @@ from torch.optim.optimizer import (
 # follower, or the follower would live for ever.
 Hear = Callable[[Any, Optimizer, tuple, dict[str, Any]], None]
 
-# Those who follow the steps of all optimizers, as long as they live.
 before_steps: WeakKeyDictionary[Any, Hear] = WeakKeyDictionary()
 after_steps: WeakKeyDictionary[Any, Hear] = WeakKeyDictionary()
 

@@ -76,7 +76,6 @@ from zero3.comm.parts import inside, length, part_of
 from zero3.guards.options import Named, expect
 from zero3.optimizer.states import Member, ShardStates, is_whole
 
-# A class of `torch.optim`, for instance.
 Maker = Callable[..., torch.optim.Optimizer]
 Options = dict[str, object]
 GroupBy = Callable[[str, nn.Parameter], Options]
@@ -104,7 +103,6 @@ class Owners:
         """
         self.stepper = stepper
         self.comm = stepper.comm
-        # The parameters that are stepped whole, and the shards that they are in.
         self.wholes = {param: states
                        for states in stepper.shard_states for param in states.params
                        if is_whole(param.options) and param.shape.numel()}
@@ -119,7 +117,6 @@ class Owners:
         # What this rank owns, with the parameters of the inner optimizers.
         self.own = {whole: self._stand_in(whole) for whole in self.wholes
                     if whole.owner == self.comm.rank}
-        # The inner optimizer of each param group.
         self.inner = {
             index: _optimizer_of(options, [
                 param for whole, param in self.own.items() if whole.group_index == index])
@@ -212,7 +209,6 @@ class Owners:
             # The next shard gets the buffer of one that rests in a file.
             copies = states.in_file is not None
             with states.in_memory(self.stepper.state, write=False) as ((_, master, grad),):
-                # This rank's values and gradient, on the layer's device.
                 mine = [each[whole.span][:numel].to(states.layer.device, copy=copies)
                         for each in (master, grad)]
             # (numel,) each, device
@@ -534,7 +530,7 @@ def looks_at(make: Maker, kwargs: Options, device: torch.device) -> str:
     """
     make([nn.Parameter(torch.ones(2, 2, device=device))], **kwargs)
     if "lr" in kwargs:
-        # Zero, for instance, would hide the difference.
+        # Zero would hide the difference.
         kwargs = {**kwargs, "lr": 0.1}
     matrices = torch.arange(1.0, 9.0, dtype=torch.double, device=device).view(2, 2, 2)
     try:

@@ -4,7 +4,7 @@ r"""
 `Channels` sends tensors to the ranks of other stages, and receives theirs.
 
 A stage hands on what its last layer returns: tensors, also in tuples, lists and dicts. The next
-rank has to know their shapes before they arrive. Each message consists of up to three parts:
+rank has to know their shapes before they arrive. Each message has up to three parts:
 
 | part | size | by | when |
 |---|---|---|---|
@@ -59,7 +59,6 @@ from zero3.pipeline.schedules import KINDS, Action
 
 # Tensors, in tuples, lists and dicts of any depth.
 Tree = Any
-# The leaves of a tree.
 LEAVES = (torch.Tensor, int, float, str, type(None))
 # In the place of the kind in an announcement: the sender has failed.
 _FAULT = -1
@@ -163,7 +162,6 @@ class Channels:
                             dtype=torch.uint8, device="cpu")
         row = torch.tensor([KINDS.index(action.kind), *action[1:], len(told)],
                            device="cpu")
-        # Free tensors that have been received.
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
         data = self.data[action.is_gradient, self.line.rank < to]

@@ -16,8 +16,8 @@ micro-batch 0, `B0` its backward pass:
 | rank 0 | F0 | F1 | | B0 | F2 | B1 | | B2 |
 | rank 1 | | F0 | B0 | F1 | B1 | F2 | B2 | |
 
-Each rank works in six of eight slots. With $p$ ranks and $m$ micro-batches the step takes
-$2 (m + p - 1)$ slots, if forward and backward take one each, and the bubble is
+With $p$ ranks and $m$ micro-batches the step takes $2 (m + p - 1)$ slots, if forward and backward
+take one each, and the bubble is
 
 $$\frac{p - 1}{m + p - 1}$$
 
@@ -51,8 +51,7 @@ If a rank has several stages, `step` keeps all of them whole. With breadth-first
 go forward through a stage before the next one of this rank begins, so two gathers per stage are
 enough, and one for the last.
 
-**Run this**: `python -m zero3.pipeline --ranks 4 --micro-batches 8 --schedule 1f1b` draws a
-schedule.
+**Run this**: `python -m zero3.pipeline --ranks 4 --micro-batches 8 --schedule 1f1b`.
 
 **Not covered, and what that costs**: schedules that fill the bubble with the part of backward that
 computes the weights' gradients.

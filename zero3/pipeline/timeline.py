@@ -97,7 +97,6 @@ def timeline(lists: list[list[Action]], forward: float = 1, backward: float = 1
     """
     passes = [[each for each in listed if each.kind in PASSES] for listed in lists]
     last = max(action.stage for mine in passes for action in mine)
-    # What each pass waits for: the one before it on its rank, and the one that it needs.
     waits: dict[Action, list[Action]] = {}
     for mine in passes:
         for before, action in zip([None, *mine], mine, strict=False):

@@ -47,7 +47,6 @@ from zero3.train import gpt
 FILE = "model.safetensors"
 COMPARED = "compared.json"
 DENSE = "dense"
-# All matrices of the model.
 MATRICES = ("*.linear", "*.output", "*.layer[12]", "*.projection")
 
 

@@ -360,7 +360,6 @@ class Job:
     # So that the same command skips this model.
     saves_end: bool = False
     model: Zero3Sequential = dataclasses.field(init=False)
-    # What `--compress` does to it.
     compression: Compression | None = None
     optimizer: Zero3Optimizer = dataclasses.field(init=False)
     activations: Activations = dataclasses.field(init=False)

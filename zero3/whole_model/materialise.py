@@ -261,7 +261,6 @@ def save(units: list[Any], folder: Path) -> None:
             own = ({name: p.detach()
                     for p, name in names.items()}
                    | buffers_of(unit.module))
-            # By their names in the model.
             found = {unit.full_name(name): tensor
                      for name, tensor in own.items()}
             index |= dict.fromkeys(found, file)

@@ -2,7 +2,6 @@ r"""
 # Shared gathers: small units share an all-gather
 
 `fetch_together` starts one all-gather for several units, as `buckets.py` does one reduce-scatter.
-The first of them that is about to compute takes the parameters of all of them out of it.
 
 **Two units on two ranks.** Unit a is the layer of `minimal.py`: its flat parameter is
 1 2 3 0, so rank 0 has the shard 1 2 and rank 1 has 3 0. Unit b has the two weights 5 6. Each rank

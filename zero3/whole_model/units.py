@@ -343,7 +343,7 @@ class Unit(StandIn, Zero3Layer):
         ### Unshard (all-gather)
         """
         if self.is_fetched:
-            # It may have gradients in flight. Finish those first.
+            # It may have gradients in flight.
             self.reducer.finish(self)
         super().fetch_params()
 

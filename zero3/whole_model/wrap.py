@@ -24,8 +24,7 @@ Persistent units come on top, and the packed buffers of `bucket_numel` (see `tog
 A parameter with two names has one owner: the root if it has it, and otherwise the first unit that
 does. For the other units it is an external parameter.
 
-**Run this**: `python -m zero3.whole_model` prints the order of events in two steps of a small
-model.
+**Run this**: `python -m zero3.whole_model`.
 
 **Not covered, and what that costs**: ranks must reach the same units in the same order, so
 everything that depends on a rank's data belongs inside one unit, by `leaf_classes`. A unit persists
@@ -72,8 +71,6 @@ Classes = type | Iterable[type]
 class Zero3Model(StandIn, ShardedModel):
     """
     ## A whole model, sharded unit by unit
-
-    It has the model's attributes.
     """
 
     unit_class = Unit
@@ -184,9 +181,8 @@ class Zero3Model(StandIn, ShardedModel):
 
         * `below_numel`: units with fewer elements than this persist
 
-        Each is then gathered once in a step. All ranks call it alike, between two steps. Returns
-        the elements that will stay. Suspends I2 for them. Raises `ValueError` if it is no whole
-        number.
+        All ranks call it alike, between two steps. Returns the elements that will stay. Suspends I2
+        for them. Raises `ValueError` if it is no whole number.
         """
         expect(whole(below_numel), "mark_persistent_parameters: `below_numel`", "a whole number of "
                "elements", repr(below_numel), "pass such a number")
@@ -371,7 +367,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
       made one unit at a time
     * `layer_classes` is a class or several; layers inside other layers are units too
     * `leaf_classes` become units together with everything inside them: whatever depends on a rank's
-      data, for instance the experts of a mixture with their router
+      data, such as the experts of a mixture with their router
     * `prefetch_numel` elements are gathered ahead, or not freed because they are needed again soon;
       left out, as many as the largest unit has, but for the root
     * `max_live_numel` is how many elements of full parameters there are at once, at most, but for
@@ -428,10 +424,8 @@ class _Wrapping:
         self.model = model
         self.source = source
         self.shard = shard
-        # The names of each module's own parameters, in their order.
         self.layout = {m: [*m._parameters]
                        for m in model.modules()}
-        # All names of each parameter and buffer in the plain model.
         self.names: dict[torch.Tensor, list[str]] = {}
         for name, t in (*model.named_parameters(remove_duplicate=False),
                         *model.named_buffers(remove_duplicate=False)):
