@@ -139,7 +139,11 @@ class Int8:
         scales.view(torch.int16).sub_((above & scales.isfinite()).to(torch.int16))
         # A block of zeros has the scale 0. Dividing by infinity gives the codes 0.
         divisors = scales.float().masked_fill_(scales == 0, math.inf)
-        blocks.div_(divisors.unsqueeze(2)).round_().clamp_(-self.levels, self.levels)
+        blocks.div_(divisors.unsqueeze(2)).round_()
+        # With a lower scale codes may be too large. A pass over all blocks takes time, and to ask
+        # takes none; but on an accelerator the host would wait for the answer.
+        if rows.device.type != "cpu" or bool(above.any()):
+            blocks.clamp_(-self.levels, self.levels)
         return torch.cat([self._pack(flat, numel), scales.view(torch.uint8)], dim=1)
 
     @torch.no_grad()
