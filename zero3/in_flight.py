@@ -73,8 +73,8 @@ class InFlight:
 
     def __init__(self) -> None:
         # Each `Transfer` or copy in flight, with the storages that it uses: the addresses of
-        # torch's objects, which stay the same when storages are resized. References are weak,
-        # because a transfer that nobody refers to has no messages any more.
+        # torch's objects, which stay the same when storages are resized. Weakly: a transfer that
+        # nobody refers to has no messages.
         self.users: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
         # Those that have failed. Other ranks may still wait for their messages, and send to them.
         self.lost: list[object] = []

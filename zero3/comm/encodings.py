@@ -140,8 +140,8 @@ class Int8:
         # A block of zeros has the scale 0. Dividing by infinity gives the codes 0.
         divisors = scales.float().masked_fill_(scales == 0, math.inf)
         blocks.div_(divisors.unsqueeze(2)).round_()
-        # With a lower scale codes may be too large. A pass over all blocks takes time, and to ask
-        # takes none; but on an accelerator the host would wait for the answer.
+        # Only a lower scale makes codes too large. To ask for it saves a pass over all blocks, but
+        # on an accelerator the host would wait.
         if rows.device.type != "cpu" or bool(above.any()):
             blocks.clamp_(-self.levels, self.levels)
         return torch.cat([self._pack(flat, numel), scales.view(torch.uint8)], dim=1)

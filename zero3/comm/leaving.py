@@ -48,7 +48,7 @@ def leave() -> None:
     for thing in gc.get_objects():
         if type(thing).__name__ == "DeviceMesh":
             thing._pg_registry.clear()
-    # Without a backend in `init_process_group()`, `get_backend()` is "undefined".
+    # `get_backend()` may be "undefined".
     if not dist.is_initialized() or "nccl" in dist.get_backend_config():
         return
     everybody = weakref.ref(dist.group.WORLD)

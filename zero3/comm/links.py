@@ -195,7 +195,7 @@ class LinkedCommunicator(Communicator):
     @cached_property
     def sharing(self) -> Group:
         """
-        ### The ranks that share the layer, of all nodes, in the order of their parts
+        ### The ranks that share the layer, of all nodes
 
         They have no process group yet. All of them ask for it together.
         """

@@ -96,7 +96,7 @@ class Quantize:
         if step < self.start:
             return None
         more = 0 if self.start_bits is None else self.start_bits - self.bits
-        # 7 * (6 / 7) is 6 for a float, and 7 * (1 - 6 / 7) is more than 1.
+        # For floats, 7 * (6 / 7) is 6, and 7 * (1 - 6 / 7) more than 1.
         return self.bits + more - math.floor(more * progress(step, self.start, self.end))
 
 

@@ -244,7 +244,7 @@ class InFile(Storage):
 
     def blank(self, *names: str) -> dict[str, torch.Tensor]:
         """
-        ### Views of the buffer without reading; the caller fills these tensors
+        ### Views of the buffer without reading, to be filled
         """
         self._borrow()
         self.present.update(names)

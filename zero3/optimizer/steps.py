@@ -7,7 +7,7 @@ through the hooks:
 
 > RuntimeError: OrderedDict mutated during iteration
 
-So there is one hook before steps and one after them, for good, which call those who follow.
+So there is one hook before steps and one after, for good, which call those who follow.
 """
 
 from collections.abc import Callable

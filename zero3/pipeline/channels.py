@@ -18,7 +18,7 @@ sends four announcements, one description, and 2,048 bytes of tensors.
 $$\text{sent by a rank} = \text{micro-batches} \cdot (\text{bytes of activations} +
 \text{bytes of gradients})$$
 
-Tied weights come on top: they go by the same channels, from their first stage to their last one.
+Tied weights come on top.
 
 The announcement says what the receiver should be about to do. If it is about to do something else,
 it raises an error, because both would wait forever. Or it says that the sender has failed. So an
