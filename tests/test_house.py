@@ -48,7 +48,7 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 939, "beside": 436, "checkpoint": 1243, "comm": 968, "compiler": 906, "compression":
+MOST = {"": 939, "beside": 436, "checkpoint": 1245, "comm": 968, "compiler": 906, "compression":
         781, "estimate": 658, "guards": 557, "inject": 714, "offload": 920, "optimizer": 1130,
         "pipeline": 753, "train": 897, "whole_model": 855}
 # What the heart reaches by its imports, in lines of code.

@@ -36,6 +36,7 @@ parameters with different numbers of steps cannot be loaded into one.
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -184,12 +185,6 @@ class Entries(Named):
         self.expect(optimizer is None or has_pieces or frozen, "cannot save or load this optimizer",
                     "one of this model's shards", type(optimizer).__name__,
                     "build the optimizer after the model is wrapped, on the wrapped model")
-        mine = {piece.param for flat in self.flats for piece in flat.pieces}
-        others = [p for p in self.state if p not in mine] if self.owners is None else []
-        self.expect(not others, "would lose states of the optimizer",
-                    "those of this model's shards", f"some of {len(others)} other parameters",
-                    "step them with an optimizer of their own, and save its `state_dict()` in "
-                    "`extra`")
         # The states of these parameters while they are saved, in pieces like all others.
         self.spread: dict[nn.Parameter, Spread] = {}
         self.replicated = self._find_replicated(paths)
@@ -253,7 +248,17 @@ class Entries(Named):
     def describe(self) -> list[FlatEntry]:
         """
         ### This rank's entries for the manifest: one for each flat parameter
+
+        Warns if the optimizer has states of other parameters.
         """
+        ours = {piece.param for flat in self.flats for piece in flat.pieces}
+        strangers = [p for p in self.state if p not in ours] if self.owners is None else []
+        if strangers:
+            warnings.warn(
+                f"rank {self.comm.global_rank}: states of {len(strangers)} parameters that are not "
+                "in the model are not saved. What to do: save them with their own model, or step "
+                "them with another optimizer, and pass its `state_dict()` in `extra`.",
+                stacklevel=2)
         described: list[FlatEntry] = []
         first_state_of = cache(self._first_state)
         for flat in self.flats:

@@ -325,11 +325,11 @@ def _hooks_of(shard: nn.Parameter) -> list[object]:
     #### The hooks that somebody else has registered on a shard
     """
     # A shard in a file would report a use.
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():
         hooks = [*(shard._backward_hooks or {}).values(),
                  *(shard._post_accumulate_grad_hooks or {}).values()]
     return [hook for hook in hooks
-            if getattr(hook, "func", hook).__module__ != "zero3.optimizer.states"]
+            if getattr(getattr(hook, "func", hook), "__module__", "") != "zero3.optimizer.states"]
 
 
 def check_walk(chain: Any) -> None:
