@@ -248,8 +248,6 @@ class Entries(Named):
     def describe(self) -> list[FlatEntry]:
         """
         ### This rank's entries for the manifest: one for each flat parameter
-
-        Warns if the optimizer has states of other parameters.
         """
         ours = {piece.param for flat in self.flats for piece in flat.pieces}
         strangers = [p for p in self.state if p not in ours] if self.owners is None else []
