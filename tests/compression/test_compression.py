@@ -798,7 +798,8 @@ def test_a_wrong_call_is_refused():
     tied[3].weight = tied[2].weight
     wrong = [
         (layers(), {"*.1": [Prune()]}, "pattern"), (layers(), {"2": []}, "a list"),
-        (layers(), {"2": ["prune"]}, "a list"), (layers(), {"2": [Prune(), Prune(0.2)]}, "one of"),
+        (layers(), {"2": ["prune"]}, "a list"),
+        (layers(), {"2": [Prune(), Prune(0.2)]}, "at most one"),
         (layers(), {"2": [Prune()], "*": [Prune()], "2*": [Prune()]}, "another pattern"),
         (layers(), {"2": [Quantize(4, group=3)]}, "splits"),
         (layers(), {"2": [Prune(0.5, "head", heads=3)]}, "splits"),
