@@ -283,6 +283,16 @@ def test_inside_of_full_params_a_gradient_penalty_is_that_of_plain_pytorch(kind)
     assert max(run(penalised, 2, kind)) < 1e-12
 
 
+def pair_of(kind):
+    """A sharded model, its optimizer, and the plain model"""
+    torch.manual_seed(0)
+    modules = nn.Sequential(linear(), linear())
+    plain = copy.deepcopy(modules)
+    model = (Zero3Sequential([Zero3Layer(m) for m in modules]) if kind == "chain" else
+             wrap(modules, nn.Linear))
+    return model, torch.optim.SGD(model.get_trainable_chunk(), 0.1), plain
+
+
 @pytest.mark.parametrize("kind", ["chain", "wrap"])
 def test_backward_inside_of_full_params_needs_its_forward_there(kind):
     """
@@ -290,11 +300,7 @@ def test_backward_inside_of_full_params_needs_its_forward_there(kind):
     was. Breaks without the check of `is_elsewhere`, with an error of torch's about a storage.
     Proves `LayerGuard.before_backward`, `Call`.
     """
-    torch.manual_seed(0)
-    modules = nn.Sequential(linear(), linear())
-    plain = copy.deepcopy(modules)
-    model = (Zero3Sequential([Zero3Layer(m) for m in modules]) if kind == "chain" else
-             wrap(modules, nn.Linear))
+    model, _, plain = pair_of(kind)
     x = torch.ones(1, WIDTH)
 
     def inside():
@@ -313,16 +319,6 @@ def test_backward_inside_of_full_params_needs_its_forward_there(kind):
     expected = torch.cat([p.grad.view(-1) for p in plain.parameters()])
     found = torch.cat([p.grad for p in model.get_trainable_chunk()])
     torch.testing.assert_close(found, 2 * expected)
-
-
-def pair_of(kind):
-    """A sharded model, its optimizer, and the plain model"""
-    torch.manual_seed(0)
-    modules = nn.Sequential(linear(), linear())
-    plain = copy.deepcopy(modules)
-    model = (Zero3Sequential([Zero3Layer(m) for m in modules]) if kind == "chain" else
-             wrap(modules, nn.Linear))
-    return model, torch.optim.SGD(model.get_trainable_chunk(), 0.1), plain
 
 
 @pytest.mark.parametrize("kind", ["chain", "wrap"])

@@ -87,10 +87,7 @@ def save_dcp(folder: str | Path,
         entries.spread = entries.owners.spread()
     with agreed(entries, f"cannot be saved to {folder}", "what DCP can write",
                 "see there; nothing has changed"):
-        _check(entries, Path(folder))
-        ours = {"model", "optim"} & {*(extra or {})}
-        entries.expect(not ours, "would lose a part of `extra`", "other names in it", sorted(ours),
-                       "rename it")
+        _check(entries, Path(folder), extra or {})
         described = entries.describe()
     listing = Listing({"optimizer": entries.options(), **entries.manifest(described)})
     planner = _Boxes(entries, listing)
@@ -101,12 +98,15 @@ def save_dcp(folder: str | Path,
         dcp.save(state, storage_writer=writer, planner=planner)
 
 
-def _check(entries: Entries, folder: Path) -> None:
+def _check(entries: Entries, folder: Path, extra: dict[str, object]) -> None:
     """
     #### Refuse what cannot be written
     """
     entries.expect(not (folder / ".metadata").exists(), f"cannot be saved to {folder}", "a folder "
                    "without a checkpoint", "one of DCP's", "choose another folder")
+    ours = {"model", "optim"} & extra.keys()
+    entries.expect(not ours, "would lose a part of `extra`", "other names in it", sorted(ours),
+                   "rename it")
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     entries.expect(len(entries.comm.ranks) == ranks, "cannot be written by DCP", "a model on all "
                    f"{ranks} ranks", f"one on ranks {[*entries.comm.ranks]}", "take `zero3.save`")
