@@ -50,10 +50,14 @@ ROWS = (
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
 MOST = {"": 939, "beside": 436, "checkpoint": 1245, "comm": 968, "compiler": 906, "compression":
         781, "estimate": 658, "guards": 557, "inject": 714, "offload": 920, "optimizer": 1130,
-        "pipeline": 753, "train": 897, "whole_model": 855}
+        "pipeline": 753, "train": 899, "whole_model": 855}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1499
 MOST_ANY = 290
+# What makes a tensor where the default device is.
+FACTORIES = {f"torch.{name}" for name in (
+    "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
+    "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros")}
 # The map imports by name what somebody asks for, and `offload` has a command line.
 LAZY = {"__init__"}
 
@@ -151,6 +155,27 @@ def test_few_values_are_of_any_type():
     found = sum(isinstance(node, ast.Name) and node.id == "Any"
                 for tree in modules().values() for node in ast.walk(tree))
     assert found <= MOST_ANY
+
+
+def without_device(name, tree):
+    """Where a file makes a tensor without saying on which device, examples aside"""
+    if name == "minimal":
+        return
+    for node in ast.iter_child_nodes(tree):
+        if getattr(node, "name", None) == "main":
+            continue
+        if (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                and ast.unparse(node.func) in FACTORIES
+                and not any(each.arg in ("device", None) for each in node.keywords)):
+            yield f"{name}, line {node.lineno}: {ast.unparse(node)}"
+        yield from without_device(name, node)
+
+
+def test_each_new_tensor_says_on_which_device_it_is():
+    """
+    Users may choose a default device, and the buffer of a file would be on their GPU.
+    """
+    assert not [place for name, tree in modules().items() for place in without_device(name, tree)]
 
 
 def ways():

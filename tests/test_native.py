@@ -19,8 +19,9 @@ from torch import nn
 from tests import cases, wholes
 from tests.ranks import run
 from tests.streams import Accelerator
-from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential
+from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
 from zero3.comm.collectives import Communicator, streams
+from zero3.compiler.model import compile
 from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import predict_optimizer
 from zero3.in_flight import in_flight
@@ -263,6 +264,48 @@ def test_full_params_takes_the_memory_of_a_layer_once():
         with layer.full_params() as params:
             assert params["weight"].abs().sum() > 0
     assert not any(sizes)
+
+
+def train_elsewhere(folder, default):
+    """Chain, wrapped and compiled model: the weights after steps, tiers and a checkpoint"""
+    found = []
+    for kind in ("chain", "wrap", "compile"):
+        torch.manual_seed(0)
+        plain = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)]
+        x = torch.randn(4, 8)
+        files = Offload("nvme", folder)
+        with torch.device(default):
+            if kind == "chain":
+                model = Zero3Sequential([Zero3Layer(layer, offload=files, activations=files)
+                                         for layer in plain])
+            elif kind == "wrap":
+                model = wrap(nn.Sequential(*plain), nn.Sequential, offload="cpu")
+            else:
+                model = compile(nn.Sequential(*plain))
+            optimizer = Zero3Optimizer(model, lr=0.1, offload=files, clip_grad_norm=0.5)
+            for i in range(3):
+                optimizer.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if not i:
+                    save(f"{folder}/saved-{kind}-{default}", model, optimizer, step=1)
+            load(f"{folder}/saved-{kind}-{default}", model, optimizer)
+            optimizer.backward(model(x).square().mean())
+            optimizer.step()
+            with model.full_params() as params:
+                found += [p.detach().clone() for p in params.values()]
+    return found
+
+
+def test_another_default_device_changes_nothing(tmp_path):
+    """
+    The meta device stands for a GPU: what is there by mistake has no values. Breaks where a buffer
+    of a file, or a state that is loaded, is made without saying where.
+    Proves `aligned`, `Offload.shard`, `remember`, `CheckpointReader.read`.
+    """
+    for here, there in zip(run(train_elsewhere, 2, tmp_path, "cpu"),
+                           run(train_elsewhere, 2, tmp_path, "meta"), strict=True):
+        assert len(here) == 18 and all(map(torch.equal, here, there))
 
 
 def train_on_gpus():

@@ -21,6 +21,10 @@ def who():
     return dist.get_rank(), launch.my_device(), torch.get_num_threads()
 
 
+def asked_of_the_driver():
+    return os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+
+
 def test_each_rank_answers_and_the_answers_are_in_rank_order():
     """
     Ranks on the CPU compute on the CPU, with a thread each.
@@ -30,6 +34,15 @@ def test_each_rank_answers_and_the_answers_are_in_rank_order():
     assert run(who, 3) == [(0, cpu, 1), (1, cpu, 1), (2, cpu, 1)]
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
         launch.run(who, 2, device="cuda")
+
+
+def test_a_module_may_ask_for_a_gpu_before_the_ranks_are_forked():
+    """
+    CUDA works in no process that was forked after it had started, so the driver's library says
+    whether there is a GPU. Breaks where a preloaded module asks `torch.cuda.is_available()`.
+    Proves `launch.run`.
+    """
+    assert run(asked_of_the_driver, 1) == ["1"]
 
 
 PRELOADS = """

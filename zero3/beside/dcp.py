@@ -134,7 +134,7 @@ class _Boxes(dcp.DefaultSavePlanner):
         self.open = ExitStack()
         self.number = -1
         self.here: list[Here] = []
-        self.written = torch.empty(0)
+        self.written = torch.empty(0, device="cpu")
 
     def create_local_plan(self) -> SavePlan:
         """
@@ -196,7 +196,7 @@ class _Boxes(dcp.DefaultSavePlanner):
         # The writer keeps a reference to all that it has written, so free the memory.
         in_flight.free(self.written)
         dtype = self.state_dict[write_item.index.fqn].dtype
-        self.written = torch.empty(length(where), dtype=dtype)
+        self.written = torch.empty(length(where), dtype=dtype, device="cpu")
         # A box may begin in one piece of the optimizer's and end in another.
         for cut, values in self.entries.values(flat, key, dtype, self.here):
             self.written[inside(where, cut)] = values[inside(cut, where)]
@@ -282,7 +282,7 @@ class DcpCheckpoint(CheckpointReader):
         with errors_name(f"`{param.name}`, its {key}"):
             dcp_key = self.dcp.keys[param.name, key]
             entry = self.dcp.entries[dcp_key]
-            values = torch.empty(end - begin, dtype=entry.properties.dtype)
+            values = torch.empty(end - begin, dtype=entry.properties.dtype, device="cpu")
             chunks = boxes(param.shape, begin, end)
             parts = values.split([math.prod(chunk.sizes) for chunk in chunks])
             for chunk, part in zip(chunks, parts, strict=True):

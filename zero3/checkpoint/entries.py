@@ -398,7 +398,7 @@ class Entries(Named):
         """
         if key == "param":
             return [(each.where, each.master) for each in here]
-        zero = torch.zeros((), dtype=dtype)
+        zero = torch.zeros((), dtype=dtype, device="cpu")
         return [(piece.where, self.state_of(piece).moments.get(
                     key, zero.expand(length(piece.where))))
                 for piece in flat.pieces]
@@ -580,11 +580,11 @@ class Entries(Named):
                 read = partial(checkpoint.read, own.found, key)
                 found = own.part.read(begin, end, read) if own.part else read(begin, end)
                 if values is None:
-                    values = torch.zeros(last - first, dtype=found.dtype)
+                    values = torch.zeros(last - first, dtype=found.dtype, device="cpu")
                 values[at + begin : at + end] = found
         if values is None:
             dtype = checkpoint.dtype(having[0].found, key) if having else shard.dtype
-            values = torch.zeros(last - first, dtype=dtype)
+            values = torch.zeros(last - first, dtype=dtype, device="cpu")
         return values
 
     @torch.no_grad()
@@ -652,7 +652,7 @@ class Entries(Named):
             for key, value in options.items():
                 old = group.get(key)
                 if isinstance(old, torch.Tensor):
-                    old.copy_(torch.as_tensor(value))
+                    old.copy_(torch.as_tensor(value, device="cpu"))
                 elif isinstance(value, torch.Tensor) and old is not None:
                     # A learning rate that was a tensor there, and is a number here.
                     group[key] = value.tolist()

@@ -260,7 +260,8 @@ def from_deepspeed(source: Path, folder: Path) -> None:
         own = path / "step.pt"
         steps_taken = _load_deepspeed(own) if own.exists() else steps_of_all
         trained = len(keys) > 1
-        scalars[path.name] = {"step": torch.tensor(float(steps_taken))} if trained else {}
+        scalars[path.name] = {"step": torch.tensor(
+            float(steps_taken), device="cpu")} if trained else {}
     from_tensors(folder, int(model["global_steps"]), tensors, scalars, read)
 
 
@@ -357,7 +358,7 @@ def _dcp_group(optimizer_class: str,
     Loaders ask for some that a checkpoint does not have, such as `fused`.
     """
     make_optimizer = getattr(torch.optim, optimizer_class, torch.optim.AdamW)
-    defaults = make_optimizer([torch.zeros(1, 1)]).state_dict()["param_groups"][0]
+    defaults = make_optimizer([torch.zeros(1, 1, device="cpu")]).state_dict()["param_groups"][0]
     options = {**defaults, **options}
     return {"initial_lr": options["lr"], **options, "params": names}
 
@@ -457,7 +458,7 @@ class DcpFolder:
         for dcp_key in keys.values():
             entry = self.entries[dcp_key]
             wanted[dcp_key] = None if isinstance(entry, BytesStorageMetadata) else torch.empty(
-                entry.size, dtype=entry.properties.dtype)
+                entry.size, dtype=entry.properties.dtype, device="cpu")
         planner = _Objects()
         planner.set_up_planner(wanted, self.metadata, True)
         with errors_name(what):

@@ -475,7 +475,7 @@ class CheckpointReader(Listing):
         Returns `(end - begin,)` in the data type of the file. Raises `Broken` with the parameter,
         the file and its rank.
         """
-        values = torch.empty(end - begin, dtype=self.dtype(param, key))
+        values = torch.empty(end - begin, dtype=self.dtype(param, key), device="cpu")
         at = 0
         while at < len(values):
             # A piece at a time, because each is in memory twice: in `values` and as bytes.
@@ -497,7 +497,7 @@ class CheckpointReader(Listing):
             for each in param.parts:
                 part: Any = each.part
                 found = self.read(each, key, part.before(begin), part.before(end))
-                values[part.holds(torch.arange(begin, end))] = found
+                values[part.holds(torch.arange(begin, end, device="cpu"))] = found
             return len(values)
         flat = self.flats[param.flat]
         shard_numel = self._shard_numel(flat)
@@ -673,8 +673,8 @@ def decode(value: object) -> Any:
         raw = bytearray.fromhex(value["__tensor__"])
         dtype = TYPES[value["dtype"]]
         # `torch.frombuffer` refuses an empty buffer.
-        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        return flat.view(value["shape"])
+        flat = torch.frombuffer(raw or bytearray(16), dtype=dtype)
+        return flat[: len(raw) // dtype.itemsize].view(value["shape"])
     for name, make in _CLASSES.items():
         if name in value:
             return make(decode(value[name]))

@@ -84,7 +84,7 @@ def is_encoding(thing: Any) -> bool:
 
     The class `Int8`, without parentheses, is none.
     """
-    zeros = torch.zeros(2, 3)
+    zeros = torch.zeros(2, 3, device="cpu")
     try:
         hash(thing)
         code = thing.encode(zeros)

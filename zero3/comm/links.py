@@ -149,7 +149,7 @@ class Links:
         for name in ("weights", "gradients"):
             encoding = getattr(self, name)
             if encoding:
-                code = encoding.encode(torch.linspace(-1, 1, 999).view(3, 333))
+                code = encoding.encode(torch.linspace(-1, 1, 999, device="cpu").view(3, 333))
                 made = zlib.crc32(code.cpu().numpy().tobytes())
                 said.append(f"{name}={type(encoding).__name__}, which makes {made:x}")
         return ", ".join(said)

@@ -115,7 +115,7 @@ def remember(*layers: Any) -> torch.Tensor:
     * `layers` are weak references
     """
     counts = [count for layer in layers for count in layer().shard_versions()]
-    return torch.tensor(counts, dtype=torch.int64)
+    return torch.tensor(counts, dtype=torch.int64, device="cpu")
 
 
 def refuse_old(versions: torch.Tensor, *layers: Any) -> None:

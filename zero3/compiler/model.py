@@ -286,7 +286,7 @@ class CompiledUnit(Unit):
         if self.packs is None:
             saving: Any = self.saving
             self.packs = Forward(saving.activations, self, ())
-        token = torch.empty(0)
+        token = torch.empty(0, device="cpu")
         self.handles[token] = self.packs.pack(tensor)
         return token
 

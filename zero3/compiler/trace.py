@@ -174,8 +174,8 @@ def _without_parameters(run: Callable, inputs: Sequence[Any], places: list[Place
     A tensor without elements stands for each parameter. Its gradient is none, because `collect` has
     taken it.
     """
-    trains = torch.empty(0, requires_grad=True)
-    frozen = torch.empty(0)
+    trains = torch.empty(0, device="cpu", requires_grad=True)
+    frozen = torch.empty(0, device="cpu")
     in_place = [None if place is None else trains if each.requires_grad else frozen
                 for place, each in zip(places, inputs, strict=True)]
     traced = [id(each) for each in inputs]
@@ -330,7 +330,7 @@ def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
         [node.meta["val"] for node in forward.find_nodes(op="placeholder")])
     versions = insert_before(forward.output_node(), remember, *layers)
     with fake:
-        versions.meta["val"] = torch.empty(len(layers), dtype=torch.int64)
+        versions.meta["val"] = torch.empty(len(layers), dtype=torch.int64, device="cpu")
     came = _also_saved(forward, backward, versions, results)
     insert_after(backward.find_nodes(op="placeholder")[-1], refuse_old, came, *layers)
 

@@ -96,7 +96,7 @@ def saved_bytes(layers: Iterable[nn.Module], inputs: torch.Tensor, below_bytes: 
 
         entry = inputs.untyped_storage()._cdata
         # Nothing goes backward.
-        with saved_tensors_hooks(pack, lambda _: torch.empty(0)):
+        with saved_tensors_hooks(pack, lambda _: torch.empty(0, device="cpu")):
             inputs = layer(inputs)
         found.append(saved)
         if saved and entry in earlier:

@@ -120,7 +120,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.is_contiguous() and other.is_contiguous():
         return True
     first = int(min(one.storage_offset(), other.storage_offset()))
-    every = torch.arange(max(_last(one), _last(other)) + 1 - first)
+    every = torch.arange(max(_last(one), _last(other)) + 1 - first, device="cpu")
     places = [every.as_strided(t.size(), t.stride(), int(t.storage_offset()) - first)
               for t in (one, other)]
     return bool(torch.isin(*places).any())

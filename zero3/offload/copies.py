@@ -314,4 +314,4 @@ def _pinned(nbytes: int) -> torch.Tensor:
     """
     #### Pinned memory of torch's, which it keeps until the copies from it have ended
     """
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

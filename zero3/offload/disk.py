@@ -148,6 +148,6 @@ def aligned(nbytes: int, take: Callable[[int], torch.Tensor] | None = None
     Returns all the memory that was allocated, and the aligned part of it, `(nbytes,)` uint8.
     """
     size = nbytes + ALIGN_BYTES
-    taken = take(size) if take else torch.empty(size, dtype=torch.uint8)
+    taken = take(size) if take else torch.empty(size, dtype=torch.uint8, device="cpu")
     first = -taken.data_ptr() % ALIGN_BYTES
     return taken, taken[first : first + nbytes]

@@ -65,4 +65,4 @@ def pinned(device: torch.device, nbytes: int) -> torch.Tensor:
         if int(backend.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
             pages.registered = backend, address
             return memory
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

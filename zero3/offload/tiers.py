@@ -163,7 +163,7 @@ class Offload(StorageFactory):
             buffers = self.buffers_for("params", owner, max(2, len(owner.flats) + 1))
             storage = InFile(buffers, owner, {"shard": values})
             storage.param = FreedParameter.of_shard(
-                owner, torch.empty(len(values), dtype=values.dtype), trains, "it rests in a file: "
+                owner, torch.empty_like(values, device="cpu"), trains, "it rests in a file: "
                 "look at it in `full_params()`, and step it with `Zero3Optimizer`")
             storage.replace(values)
             return storage

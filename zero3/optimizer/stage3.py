@@ -557,7 +557,7 @@ class Zero3Optimizer(Stepper):
             self._check_ready()
         except RuntimeError:
             # The other stages of a pipeline are about to ask this one for its norm.
-            self._norms_of_stages(torch.full((1,), -1.0, dtype=torch.double))
+            self._norms_of_stages(torch.full((1,), -1.0, dtype=torch.double, device="cpu"))
             raise
         for layer in reversed(self.layers):
             # Reduce what `no_sync` has held back, unless a later micro-batch has done so. All ranks
@@ -695,7 +695,7 @@ class Zero3Optimizer(Stepper):
         """
         if not self.shard_states:
             # All layers of this stage are frozen.
-            return torch.zeros(self.comm.divisor, 0, dtype=torch.double)
+            return torch.zeros(self.comm.divisor, 0, dtype=torch.double, device="cpu")
         zero = torch.zeros((), dtype=torch.double, device=self.layers[0].device)
         norms = [states.grad_norm() for states in self.shard_states]
         squares = torch.stack([zero if norm is None else norm.to(zero.device, zero.dtype)

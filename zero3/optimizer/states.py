@@ -478,7 +478,7 @@ class Portion:
         shard = self.flat.shard
         storage = self.flat.storage
         # One zero for all elements: the wrapped optimizer finds the right size.
-        zeros = torch.zeros(1, dtype=self.master_dtype).expand(len(values))
+        zeros = torch.zeros(1, dtype=self.master_dtype, device="cpu").expand(len(values))
         self.stepped = ["master"] * (not self.is_master) + moments
         like = dict.fromkeys(self.stepped, zeros)
         like["grad"] = zeros.to(shard.grad_dtype)

@@ -322,7 +322,7 @@ class Owners:
             target, source = (mine, piece) if event == "collect" else (piece, mine)
             target.copy_(source)
         # As many bytes, without memory.
-        size = torch.empty(1, dtype=torch.uint8).expand(nbytes)
+        size = torch.empty(1, dtype=torch.uint8, device="cpu").expand(nbytes)
         transfer = comm.begin([*comm.sharers], [self.stepper], "pieces", [(size, size)])
         tag = transfer.tag()
         # Empty messages are not sent.

@@ -204,7 +204,8 @@ def load_bytes(path: str | Path | None = None) -> torch.Tensor:
     read or does not fit into memory.
     """
     data = python_reference() if path is None else read_text(path)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+    # `torch.frombuffer` refuses an empty buffer.
+    return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]
 
 
 def python_reference() -> bytes:
@@ -252,7 +253,8 @@ def global_batch(
     They are `[rows, seq_len + 1]` int64, and depend only on `seed` and `step`.
     """
     generator = torch.Generator().manual_seed((1_000_003 * seed + step) % 2**64)
-    starts = torch.randint(len(data) - seq_len, (rows,), generator=generator)
+    starts = torch.randint(
+        len(data) - seq_len, (rows,), generator=generator, device="cpu")
     return data.unfold(0, seq_len + 1, 1)[starts].long()
 
 

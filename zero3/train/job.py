@@ -654,7 +654,7 @@ class Job:
         whole = args.batch if self.ranks.device.type == "cpu" else rows * args.accumulate
         leaves = self.activations.moves_from(self.ranks.device)
         with torch.device("meta"):
-            windows = torch.empty(whole, args.seq_len + 1, dtype=torch.long)
+            windows = torch.empty(whole, args.seq_len + 1, dtype=torch.long, device="meta")
             modules = [module.to(DTYPES[args.dtype]) for module in gpt.gpt_layers(self.config)]
             saved = saved_bytes(modules, windows[:rows, :-1],
                                 self.activations.below_bytes if leaves else 0)

@@ -13,6 +13,7 @@ number of the rank, `run("worker:who", 2)` returns `[0, 1]`.
 """
 
 import multiprocessing
+import os
 import pickle
 import pkgutil
 import sys
@@ -31,6 +32,9 @@ import torch.distributed as dist
 from zero3.guards.options import expect
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+# Many modules ask for GPUs when they are imported. CUDA itself would answer, and refuse to work in
+# processes that are forked then. So the driver's library answers.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # The first words of an error that another rank has caused.
 _CONSEQUENCE = "as a consequence,"
 # Seconds that the other ranks have to notice that one has failed.
@@ -196,5 +200,5 @@ def _rank(worker,
     else:
         pipe.send_bytes(answer)
         # Leave together: messages that other ranks still wait for would end with this process.
-        dist.barrier()
+        dist.barrier(device_ids=[rank] if gpu else None)
         dist.destroy_process_group()
