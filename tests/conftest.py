@@ -29,13 +29,21 @@ LONGEST = ("test_compiler", "test_restarts", "test_job", "test_activations", "te
 
 def pytest_collection_modifyitems(items):
     """
-    ## Begin with the files that take longest
+    ## Begin with the files that take longest, and skip what needs more GPUs than there are
     """
     def place(item):
         name = item.path.stem
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+    for item in items:
+        if marker := item.get_closest_marker("gpu"):
+            import torch
+
+            needed = marker.args[0] if marker.args else 1
+            item.add_marker(pytest.mark.skipif(
+                torch.cuda.device_count() < needed,
+                reason=f'needs {needed} GPUs, and `make test ARGS="-m gpu"`'))
 
 
 def pytest_collection_finish():
@@ -82,6 +90,9 @@ def pytest_configure(config):
     Dots alone would leave a log without a word for a minute.
     """
     keep_the_core()
+    if config.option.markexpr != "gpu":
+        # The other tests, and all that they start, are about processes on the CPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # What the tests' files import stays. Until all are imported, the collector of cycles would look
     # at it again and again.
     gc.disable()

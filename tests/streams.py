@@ -233,6 +233,12 @@ class Accelerator:
     def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
         torch.set_rng_state(state)
 
+    def device(self, *_: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def manual_seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
     def memory_reserved(self, *_: Any) -> int:
         return 0
 
@@ -478,6 +484,9 @@ class Accelerator:
             self.replace(torch, name, self.of_host(getattr(torch, name)))
         comm: Any = zero3.comm.collectives
         self.replace(torch, "get_device_module", lambda *_: self)
+        # Older versions of torch ask `torch.cuda` itself.
+        self.replace(torch.cuda, "get_rng_state", self.get_rng_state)
+        self.replace(torch.cuda, "set_rng_state", self.set_rng_state)
         self.replace(storage, "resize_", resized)
         self.replace(torch.autograd, "_engine_run_backward", run_backward)
         self.replace(comm, "all_gather_single",

@@ -617,7 +617,6 @@ def test_native_collectives_and_messages_train_alike(world_size):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_trains_like_the_cpu():
     """
     I9: the same lines with real streams.

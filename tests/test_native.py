@@ -321,8 +321,7 @@ def train_on_gpus():
     return worst
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, for NCCL between them")
+@pytest.mark.gpu(2)
 def test_all_cases_train_on_two_gpus():
     """
     The numbers of plain PyTorch on the global batch, with real streams and NCCL.

@@ -100,21 +100,25 @@ def of_zero3(offload, model):
                           bucket_bytes=600, offload=offload)
 
 
-def race(trial, tier, buckets, folder):
-    """Train on the device: how many orders were checked, and what is not ordered."""
-    offload = Offload(tier, folder=folder if tier == "nvme" else None)
+def race(trial, tier, states, folder):
+    """
+    Train on the device: how many orders were checked, and what is not ordered. The states rest in
+    another tier than the parameters, or are those of torch's optimizer.
+    """
+    params_in, states_in = (each and Offload(each, folder if each == "nvme" else None)
+                            for each in (tier, states))
     with Accelerator() as device:
-        model = trial.sharded(offload)
-        train(trial, model, of_zero3(offload, model) if buckets else of_torch(model))
+        model = trial.sharded(params_in)
+        train(trial, model, of_zero3(states_in, model) if states else of_torch(model))
     return device.checks, Counter(device.problems)
 
 
-def races(tier, buckets, chains, models, folder):
+def races(tier, states, chains, models, folder):
     found = {}
     for name in chains:
-        found[name] = race(Chain(name), tier, buckets, folder)
+        found[name] = race(Chain(name), tier, states, folder)
     for name in models:
-        found[f"whole {name}"] = race(Whole(name), tier, buckets, folder)
+        found[f"whole {name}"] = race(Whole(name), tier, states, folder)
     return found
 
 
@@ -124,23 +128,25 @@ SOME = ("Chain", "Accumulated", "CheckpointAroundReentrant", "DataTypes", "Unuse
 SOME_WHOLES = ("TiedBetweenUnits", "Branches", "RecomputedReentrant")
 
 
-@pytest.mark.parametrize("tier, buckets, chains, models", [
+@pytest.mark.parametrize("tier, states, chains, models", [
     # Without the one whose loss takes a gradient, which an evaluation cannot.
-    ("device", False, [name for name in cases.CASES if name != "Prompt"], SOME_WHOLES),
-    ("device", True, SOME[:3], SOME_WHOLES[1:2]),
-    ("cpu", False, SOME[:3], SOME_WHOLES[1:2]),
-    ("cpu", True, SOME, SOME_WHOLES),
-    ("nvme", True, SOME, SOME_WHOLES[:2]),
+    ("device", None, [name for name in cases.CASES if name != "Prompt"], SOME_WHOLES),
+    ("device", "device", SOME[:3], SOME_WHOLES[1:2]),
+    ("device", "cpu", SOME[:3], SOME_WHOLES[1:2]),
+    ("device", "nvme", SOME[:3], SOME_WHOLES[1:2]),
+    ("cpu", None, SOME[:3], SOME_WHOLES[1:2]),
+    ("cpu", "cpu", SOME, SOME_WHOLES),
+    ("nvme", "nvme", SOME, SOME_WHOLES[:2]),
 ])
 def test_no_two_streams_use_the_same_memory_unless_one_waits_for_the_other(
-        tier, buckets, chains, models, tmp_path):
+        tier, states, chains, models, tmp_path):
     """
     Every use of every tensor is ordered after those before it that it has to see: on compute,
     fetch and backup stream, on NCCL's, on the host and by the threads that read and write files;
     and so is the next use of memory that was freed. Breaks with each of the mistakes in `PLANTED`.
     Proves I9, `Communicator.on`, `Reducer.deliver`, `Transfer.wait`, `streams`.
     """
-    for found in run(races, 2, tier, buckets, chains, models, str(tmp_path)):
+    for found in run(races, 2, tier, states, chains, models, str(tmp_path)):
         assert len(found) == len(chains) + len(models)
         for name, (checks, problems) in found.items():
             assert checks > 200 and not problems, (name, problems)
@@ -277,35 +283,35 @@ def keeps_nothing(total, *rest, real=zero3.comm.reducer._Leaving):
 # What: on how many ranks, on which tier, with `Zero3Optimizer`; and what is replaced by what.
 PLANTED = {
     "no stream waits for compute":
-        (2, "device", False, Communicator, "on", not_waiting("fetch_stream", "backup_stream")),
+        (2, "device", None, Communicator, "on", not_waiting("fetch_stream", "backup_stream")),
     "the next gather does not wait for the optimizer":
-        (2, "device", False, Communicator, "on", not_waiting("fetch_stream")),
+        (2, "device", None, Communicator, "on", not_waiting("fetch_stream")),
     "the reduce does not wait for backward":
-        (2, "device", True, Communicator, "on", not_waiting("backup_stream")),
+        (2, "device", "device", Communicator, "on", not_waiting("backup_stream")),
     "compute does not wait for the all-gather":
-        (2, "device", False, Work, "wait", nothing),
+        (2, "device", None, Work, "wait", nothing),
     "compute does not wait for the copy of its shard":
-        (1, "device", False, Line, "wait_event", nothing),
+        (1, "device", None, Line, "wait_event", nothing),
     "the host steps a shard that is being copied":
-        (2, "cpu", False, Transfer, "from_cpu", property(lambda _: False, nothing)),
+        (2, "cpu", None, Transfer, "from_cpu", property(lambda _: False, nothing)),
     "the optimizer does not wait for the sums":
-        (2, "device", False, Line, "wait_event", nothing),
+        (2, "device", None, Line, "wait_event", nothing),
     "the host does not wait for a gradient that it reads":
-        (2, "cpu", True, Event, "synchronize", nothing),
+        (2, "cpu", "cpu", Event, "synchronize", nothing),
     "the next file is read into a buffer that is being copied":
-        (2, "nvme", True, InFile, "release", release_at_once),
+        (2, "nvme", "nvme", InFile, "release", release_at_once),
     "a gradient is freed that is being copied":
-        (1, "cpu", False, zero3.comm.reducer, "_Leaving", keeps_nothing),
+        (1, "cpu", None, zero3.comm.reducer, "_Leaving", keeps_nothing),
 }
 
 
 def plant(folder):
     """What each mistake leads to, in a chain and in a whole model"""
     found = {}
-    for what, (ranks, tier, buckets, *replaced) in PLANTED.items():
+    for what, (ranks, tier, states, *replaced) in PLANTED.items():
         if ranks == dist.get_world_size():
             with mock.patch.object(*replaced):
-                found[what] = [race(trial, tier, buckets, folder)[1]
+                found[what] = [race(trial, tier, states, folder)[1]
                                for trial in (Chain("Chain"), Whole("Plain"))]
     return found
 

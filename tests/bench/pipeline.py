@@ -121,7 +121,9 @@ def measure_pipeline(peer, args):
 
 
 def train_step(model, optimizer, windows):
-    loss = model.train_batch(windows[:, :-1], windows[:, 1:], optimizer)
+    # Some versions of torch's pipeline take no views.
+    loss = model.train_batch(
+        windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), optimizer)
     optimizer.step()
     optimizer.zero_grad()
     return loss

@@ -608,7 +608,6 @@ def train_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, for memory of its own")
 def test_a_gpu_takes_less_memory_and_computes_the_same():
     """
     With real streams and torch's allocator: the same weights, and a lower peak.

@@ -1102,7 +1102,6 @@ def test_the_benchmark_prints_a_table(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tiers_of_a_gpu_train_to_the_same_bits(tmp_path):
     """
     Parameters on the device, in pinned memory and in files; and states in pinned memory and in

@@ -21,7 +21,7 @@ from tests import nodes
 from tests.checkpoint.survivor import agent, digest, fails_in_forward, signalled, survive
 from tests.ranks import run
 from tests.train.test_job import SMALL, Job, Torchrun
-from zero3 import Zero3Layer, Zero3Sequential, wrap
+from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.train import job as train
 from zero3.train import launch
 
@@ -305,19 +305,21 @@ def test_ranks_from_python_are_told_by_their_cause_too(monkeypatch):
 def test_random_numbers_of_a_module_touch_no_other_gpu(monkeypatch):
     """
     Saving their states would open a context on each GPU of the machine, on each rank. Breaks where
-    `fork_rng` is called without `devices=`.
-    Proves `wrap`.
+    `fork_rng` is called without `devices=`, and where an optimizer whose states rest in CPU memory
+    seeds the GPU, because dropout would draw other masks after that.
+    Proves `wrap`, `seeded`.
     """
-    real, asked = torch.random.fork_rng, []
+    real, asked, seeds = torch.random.fork_rng, [], []
 
     def fork_rng(devices=None, **more):
         asked.append(devices)
         return real(devices, **more)
 
     monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     before = torch.get_rng_state()
-    wrap(model, torch.nn.Linear)
-    assert asked and asked == [[]] * len(asked)
+    Zero3Optimizer(wrap(model, torch.nn.Linear), offload="cpu")
+    assert not seeds and len(asked) > 2 and asked == [[]] * len(asked)
     assert torch.equal(torch.get_rng_state(), before)

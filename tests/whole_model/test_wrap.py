@@ -712,7 +712,7 @@ def test_a_model_on_the_meta_device_is_made_one_layer_at_a_time(world_size):
     """
     While a layer draws its values no other one is whole. They are of the seed and the modules'
     names: the same on any number of ranks, other ones in each layer, and nothing is left of memory.
-    Proves `Source.fill`, `Source._draw`, `Source._seeded`.
+    Proves `Source.fill`, `Source._draw`, `seeded`.
     """
     expected, _, _ = run(made, 1)[0]
     for params, born, out in run(made, world_size):
@@ -1212,7 +1212,6 @@ def train_on_gpu(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_wrapped_model_trains_on_a_gpu():
     """
     One rank: the gather is a copy on the fetch stream, which compute has to wait for.

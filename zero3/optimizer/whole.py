@@ -59,6 +59,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
@@ -556,10 +557,8 @@ def _tried(make: Maker,
     params = [[nn.Parameter(value.clone())
                for value in each] for each in values]
     every = [*chain(*params)]
-    device = every[0].device
     # A class may draw random numbers.
-    with torch.random.fork_rng([device] * (device.type != "cpu"), device_type=device.type):
-        torch.manual_seed(0)
+    with seeded(every[0].device, 0):
         optimizers = [make(each, **kwargs) for each in params]
         for _ in range(3):
             for param in every:
@@ -568,6 +567,22 @@ def _tried(make: Maker,
                 optimizer.step()
     return torch.cat([(param.detach() - value).flatten()
                       for param, value in zip(every, chain(*values), strict=True)])
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """
+    ## Seed the random numbers of the CPU and of a device, and restore them afterwards
+    """
+    # `torch.manual_seed` would change those of every GPU, and a bare `fork_rng` open each GPU.
+    gpu = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(gpu, device_type=device.type if gpu else "cuda"):
+        torch.default_generator.manual_seed(seed)
+        for each in gpu:
+            backend = torch.get_device_module(each)
+            with backend.device(each):
+                backend.manual_seed(seed)
+        yield
 
 
 class Matrices:

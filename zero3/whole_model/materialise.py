@@ -57,6 +57,7 @@ from zero3.flat import own_modules
 from zero3.guards.command_line import one_line
 from zero3.guards.options import Named
 from zero3.offload.tensors import INDEX, save_tensors, write_index
+from zero3.optimizer.whole import seeded
 from zero3.sharded import ShardedModel
 
 
@@ -165,7 +166,9 @@ class Source:
         if draw is None:
             raise ValueError(f"`{at}`, a {kind.__name__} without `reset_parameters`")
         try:
-            with self._seeded(at), whole_values(module):
+            # Each module has random numbers of its own, wherever it is drawn.
+            seed = zlib.crc32(f"{self.seed} {at}".encode())
+            with seeded(self.device, seed), whole_values(module):
                 draw(module)
         except Exception as error:
             raise ValueError(f"`{at}`: {error!r}") from error
@@ -219,22 +222,6 @@ class Source:
                     for name, file in names.items()}
         with safe_open(path, framework="pt") as file:
             return dict.fromkeys(file.keys(), path)
-
-    @contextmanager
-    def _seeded(self, at: str) -> Iterator[None]:
-        """
-        #### Seed the random numbers by a module's name, and restore them afterwards
-        """
-        seed = zlib.crc32(f"{self.seed} {at}".encode())
-        # `torch.manual_seed` and a bare `fork_rng` would initialize every GPU of the machine.
-        gpu = [self.device] if self.device.type != "cpu" else []
-        with torch.random.fork_rng(gpu, device_type=self.device.type if gpu else "cuda"):
-            torch.default_generator.manual_seed(seed)
-            for device in gpu:
-                backend = torch.get_device_module(device)
-                with backend.device(device):
-                    backend.manual_seed(seed)
-            yield
 
 
 def save(units: list[Any], folder: Path) -> None:
