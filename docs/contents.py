@@ -33,6 +33,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).parents[1]
 WORDS_PER_MINUTE = 220
@@ -41,6 +42,7 @@ HEAD = "| chapter | file | contents |\n|---|---|---|\n"
 NOTEBOOKS = "| | notebook | question |\n|---|---|---|\n"
 SPEED = ("| two ranks, two CPU cores | DDP | FSDP2 | `Zero3Sequential` | `wrap` | `minimal.py` |\n"
          "|---|---|---|---|---|---|\n")
+GPU = SPEED.replace("two ranks, two CPU cores", "one rank, one NVIDIA H200")
 
 
 @dataclass(frozen=True)
@@ -392,6 +394,19 @@ def speed_rows() -> Iterator[str]:
         yield f"| {about} | {figures} |"
 
 
+def gpu_rows() -> Iterator[str]:
+    """
+    ## The rows of the table of figures from a GPU
+    """
+    told = json.loads((ROOT / "docs/gpu.json").read_text())
+    for size in ("small", "large"):
+        about = f"{told[size]['numel'] / 1e6:.0f} million parameters"
+        tokens = " | ".join(f"{median(each):,.0f}" for each in told[size]["tokens_per_s"].values())
+        yield f"| tokens in a second, {about} | {tokens} |"
+    peaks = " | ".join(f"{each / 2**20:,.0f}" for each in told["small"]["peak_bytes"].values())
+    yield f"| MiB at the highest moment, 11 million | {peaks} |"
+
+
 def notebook_rows() -> Iterator[str]:
     """
     ## The rows of the table of notebooks, in the order of their numbers
@@ -406,6 +421,7 @@ def notebook_rows() -> Iterator[str]:
 # The tables of each file, by their heads, and what writes their rows.
 TABLES: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
     "README.md": {SPEED: speed_rows, NOTEBOOKS: notebook_rows},
+    "docs/working.md": {GPU: gpu_rows},
     "zero3/__init__.py": {HEAD: rows},
 }
 

@@ -48,9 +48,9 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 939, "beside": 436, "checkpoint": 1245, "comm": 968, "compiler": 906, "compression":
-        781, "estimate": 658, "guards": 557, "inject": 714, "offload": 920, "optimizer": 1130,
-        "pipeline": 753, "train": 899, "whole_model": 855}
+MOST = {"": 940, "beside": 436, "checkpoint": 1245, "comm": 968, "compiler": 906, "compression":
+        781, "estimate": 658, "guards": 557, "inject": 714, "offload": 920, "optimizer": 1140,
+        "pipeline": 753, "train": 899, "whole_model": 847}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1499
 MOST_ANY = 290

@@ -207,6 +207,7 @@ class FlatParameter:
         self.ready: set[tuple[str, ...]] = set()
         # Where the reduced gradient goes, if not to the shard's `.grad`.
         self.sink: GradientSink | None = None
+        self.hook: Any = None  # the handle of the optimizer's hook on that `.grad`
         # The ranges of the shard that count in the norm of the model; `None` stands for all of it
         # (see `comm/parts.py`).
         self.counted: list[slice] | None = None

@@ -7,6 +7,7 @@ told what torchrun would tell them.
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -96,6 +97,20 @@ def test_every_program_of_the_page_on_use_is_tested():
     Breaks if a block is no program, or if no test runs it.
     """
     assert len(BLOCKS) == 1 + len(MARKS) and all(block.endswith(END) for block in BLOCKS)
+
+
+def test_the_page_on_work_has_the_overlap_that_a_profiler_saw_on_a_gpu():
+    """
+    And no layer began before its copy had ended.
+    """
+    told = json.loads((ROOT / "docs/gpu.json").read_text())["overlap"]
+    (up, down) = (told["ms"][way]["under_kernels"] / told["ms"][way]["copies"]
+                  for way in ("HtoD", "DtoH"))
+    text = " ".join((ROOT / "docs/working.md").read_text().split())
+    assert f"{up:.0%}".replace("%", " %") + " of the time of its copies to the GPU" in text
+    assert f"{down:.0%}".replace("%", " %") + " of the time of those back" in text
+    assert f"A chain of {told['layers']} matrices of {told['width']} by {told['width']}" in text
+    assert min(told["us_from_the_end_of_a_copy_to_its_layer"]) > 0
 
 
 def test_the_readme_is_short_and_shows_the_first_program():

@@ -84,7 +84,7 @@ class LayerGuard:
                          "with", f"a {type(shard).__name__} in its place", "leave sharded layers "
                          "out of what replaces parameters, as `fully_shard` and "
                          "`distribute_module` do")
-            hooks = _hooks_of(flat.shard)
+            hooks = _hooks_of(flat)
             layer.expect(not hooks, "cannot call the hooks of a shard", "none, because its "
                          "gradient comes from a reduce-scatter", hooks, "change `.grad` between "
                          "backward and step, or register the hook on the parameter before it is "
@@ -320,16 +320,15 @@ def check_chain(modules: Iterable[Layer]) -> list[Layer]:
     return layers
 
 
-def _hooks_of(shard: nn.Parameter) -> list[object]:
+def _hooks_of(flat: Any) -> list[object]:
     """
-    #### The hooks that somebody else has registered on a shard
+    #### The hooks on a shard, without that of the optimizer
     """
     # A shard in a file would report a use.
     with torch._C.DisableTorchFunction():
-        hooks = [*(shard._backward_hooks or {}).values(),
-                 *(shard._post_accumulate_grad_hooks or {}).values()]
-    return [hook for hook in hooks
-            if getattr(getattr(hook, "func", hook), "__module__", "") != "zero3.optimizer.states"]
+        hooks = {**(flat.shard._backward_hooks or {}),
+                 **(flat.shard._post_accumulate_grad_hooks or {})}
+    return [hook for number, hook in hooks.items() if flat.hook is None or number != flat.hook.id]
 
 
 def check_walk(chain: Any) -> None:

@@ -221,9 +221,11 @@ class ShardStates:
         self.flat.sink = None if stays else self
         if in_memory:
             self.shard.__class__ = nn.Parameter if self.shard_is_master else CountedShard
-            # A weak reference, because shard and hook would keep each other alive forever. If an
-            # earlier optimizer has registered one, the second one finds nothing left to do.
-            self.shard.register_hook(partial(_before_accumulation, weakref.ref(self.flat)))
+            if self.flat.hook is not None:  # an earlier optimizer's
+                self.flat.hook.remove()
+            # A weak reference, because shard and hook would keep each other alive forever.
+            self.flat.hook = self.shard.register_hook(
+                partial(_before_accumulation, weakref.ref(self.flat)))
         self.repartition([param.group_index for param in self.params], {})
         self.synced_version = self.shard._version
 
