@@ -168,6 +168,9 @@ class Figures:
         }
         self.values |= {f"ladder.{name}": value for name, value in self.rungs().items()}
         self.values |= {f"example.{name}": text for name, text in example().items()}
+        overlap = json.loads((HERE / "gpu.json").read_text())["overlap"]
+        self.values |= {f"gpu.{way}": f"{100 * ms['under_kernels'] / ms['copies']:.0f} %"
+                        for way, ms in overlap["ms"].items()}
         self.values |= {f"example.{name}": partial(boxes.strip, self.life, name)
                         for name in boxes.STRIPS}
         # The positions of events that the page of the tape links to: those of activations are

@@ -123,8 +123,8 @@ for rank in range(N):
             print(f"    {name:14}{tensor.dtype}  {tuple(tensor.shape)}")
 numel = sum(weight.numel() for weight in saved.values())
 print(f"\nbytes for each of {numel:,} parameters, all files together: {written / numel:.2f}")
-# Two layers are padded to a multiple of N elements, on GPUs to one of 8 N.
-assert 0 <= written - 12 * numel < 12 * 2 * 8 * N
+# The shards of two layers are padded; on GPUs these and four parameters, each to eight elements.
+assert 0 <= written - 12 * numel < 12 * 2 * 8 * (N + 2)
 
 # %% [markdown]
 # **Measured**: twelve, plus at most a few bytes of padding. The bf16 parameter is the rounded

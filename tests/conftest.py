@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items):
             needed = marker.args[0] if marker.args else 1
             item.add_marker(pytest.mark.skipif(
                 torch.cuda.device_count() < needed,
-                reason=f'needs {needed} GPUs, and `make test ARGS="-m gpu"`'))
+                reason=f"needs GPUs: {needed}; they are hidden except with exactly `-m gpu`"))
 
 
 def pytest_collection_finish():

@@ -56,8 +56,8 @@ MOST_REACHED = 1499
 MOST_ANY = 290
 # What makes a tensor where the default device is.
 FACTORIES = {f"torch.{name}" for name in (
-    "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
-    "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros")}
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones",
+    "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros")}
 # The map imports by name what somebody asks for, and `offload` has a command line.
 LAZY = {"__init__"}
 
@@ -157,18 +157,17 @@ def test_few_values_are_of_any_type():
     assert found <= MOST_ANY
 
 
-def without_device(name, tree):
+def without_device(name, node):
     """Where a file makes a tensor without saying on which device, examples aside"""
-    if name == "minimal":
+    if name == "minimal" or getattr(node, "name", None) == "main":
         return
-    for node in ast.iter_child_nodes(tree):
-        if getattr(node, "name", None) == "main":
-            continue
-        if (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-                and ast.unparse(node.func) in FACTORIES
-                and not any(each.arg in ("device", None) for each in node.keywords)):
-            yield f"{name}, line {node.lineno}: {ast.unparse(node)}"
-        yield from without_device(name, node)
+    if isinstance(node, ast.Attribute) and ast.unparse(node) in FACTORIES:
+        yield f"{name}, line {node.lineno}: {ast.unparse(node)}"
+    says = isinstance(node, ast.Call) and any(
+        each.arg in ("device", None) for each in node.keywords)
+    for child in ast.iter_child_nodes(node):
+        if not (says and isinstance(child, ast.Attribute)):
+            yield from without_device(name, child)
 
 
 def test_each_new_tensor_says_on_which_device_it_is():

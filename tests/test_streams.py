@@ -102,11 +102,13 @@ def of_zero3(offload, model):
 
 def race(trial, tier, states, folder):
     """
-    Train on the device: how many orders were checked, and what is not ordered. The states rest in
-    another tier than the parameters, or are those of torch's optimizer.
+    Train on the device: how many orders were checked, and what is not ordered. Without a tier for
+    the states, they are those of torch's optimizer.
     """
     params_in, states_in = (each and Offload(each, folder if each == "nvme" else None)
                             for each in (tier, states))
+    if states == tier:
+        states_in = params_in
     with Accelerator() as device:
         model = trial.sharded(params_in)
         train(trial, model, of_zero3(states_in, model) if states else of_torch(model))
@@ -280,7 +282,7 @@ def keeps_nothing(total, *rest, real=zero3.comm.reducer._Leaving):
     return real(None, *rest)
 
 
-# What: on how many ranks, on which tier, with `Zero3Optimizer`; and what is replaced by what.
+# What: on how many ranks, the tiers of parameters and of states; and what is replaced by what.
 PLANTED = {
     "no stream waits for compute":
         (2, "device", None, Communicator, "on", not_waiting("fetch_stream", "backup_stream")),

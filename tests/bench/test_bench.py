@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import nodes
-from tests.bench import activations, pipeline
+from tests.bench import activations, overlap, pipeline
 from tests.bench import training as bench
 
 
@@ -269,3 +269,18 @@ def test_the_benchmark_of_activations_trains_all_peers_alike(tmp_path):
 def activations_benchmark(sizes, folder, out):
     activations.main([*sizes.split(), "--folder", str(folder), "--out", str(out)])
     return json.loads(out.read_text())
+
+
+def test_copies_count_as_overlapping_for_as_long_as_a_kernel_runs():
+    """
+    Two kernels and two copies: the first copy ends in the gap between the kernels, and the second
+    begins there.
+    """
+    def event(name, begin, end, kind="gpu_memcpy"):
+        return {"cat": kind, "name": name, "ts": begin, "dur": end - begin}
+
+    events = [event("Memcpy HtoD", 50, 90), event("Memcpy HtoD", 110, 240), {"ts": 0, "dur": 9},
+              event("gemm", 0, 80, "kernel"), event("gemm", 120, 220, "kernel")]
+    copies = overlap.spans(events, "gpu_memcpy", "HtoD")
+    assert copies == [(50, 90), (110, 240)]
+    assert overlap.overlap(copies, overlap.spans(events, "kernel")) == 30 + 100

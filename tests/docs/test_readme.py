@@ -35,14 +35,14 @@ MARKS = {"gpu": "nccl", "wrap": "wrap(Skips(), ", "muon": "Matrices(", "compile"
 
 def program(which, folder):
     """
-    One of the programs, with its files in a folder of the test. Without two GPUs a CPU stands in
-    for them.
+    One of the programs, with its files in a folder of the test. A CPU stands in for GPUs, except in
+    the run of the tests that need them.
     """
     if which == "first":
         return BLOCKS[0]
     (text,) = [block for block in BLOCKS if MARKS[which] in block]
     text = text.replace("/tmp", str(folder)).replace("runs/mine", str(folder / "mine"))
-    if which == "gpu" and torch.cuda.device_count() < 2:
+    if which == "gpu" and not torch.cuda.device_count():
         for theirs, ours in (('torch.device("cuda", int(os.environ["LOCAL_RANK"]))',
                               'torch.device("cpu")'), ("torch.cuda.set_device(device)\n", ""),
                              ('"nccl", device_id=device', '"gloo"')):
@@ -66,7 +66,8 @@ def as_main(port, file):
     return told.getvalue()
 
 
-@pytest.mark.parametrize("which", ["first", *MARKS])
+@pytest.mark.parametrize("which", [
+    "first", *MARKS, pytest.param("gpu", marks=pytest.mark.gpu(2), id="gpu, on two of them")])
 def test_a_program_of_the_readme_runs_on_two_ranks(which, tmp_path):
     """
     Each ends with the shapes of the full parameters, which both ranks print.
@@ -99,18 +100,17 @@ def test_every_program_of_the_page_on_use_is_tested():
     assert len(BLOCKS) == 1 + len(MARKS) and all(block.endswith(END) for block in BLOCKS)
 
 
-def test_the_page_on_work_has_the_overlap_that_a_profiler_saw_on_a_gpu():
+def test_the_page_on_work_says_what_was_measured_on_a_gpu():
     """
-    And no layer began before its copy had ended.
+    No layer began before its copy had ended, and the rounds differ as much as the page says.
     """
-    told = json.loads((ROOT / "docs/gpu.json").read_text())["overlap"]
-    (up, down) = (told["ms"][way]["under_kernels"] / told["ms"][way]["copies"]
-                  for way in ("HtoD", "DtoH"))
-    text = " ".join((ROOT / "docs/working.md").read_text().split())
-    assert f"{up:.0%}".replace("%", " %") + " of the time of its copies to the GPU" in text
-    assert f"{down:.0%}".replace("%", " %") + " of the time of those back" in text
-    assert f"A chain of {told['layers']} matrices of {told['width']} by {told['width']}" in text
-    assert min(told["us_from_the_end_of_a_copy_to_its_layer"]) > 0
+    told = json.loads((ROOT / "docs/gpu.json").read_text())
+    overlap, text = told["overlap"], " ".join((ROOT / "docs/working.md").read_text().split())
+    assert min(overlap["us_from_the_end_of_a_copy_to_its_layer"]) > 0
+    layers, width = overlap["layers"], overlap["width"]
+    assert f"A chain of {layers} matrices of {width} by {width}" in text
+    spread = max(max(each) / min(each) for each in told["small"]["tokens_per_s"].values())
+    assert f"Those of the small model differ by up to {spread:.1f} times" in text
 
 
 def test_the_readme_is_short_and_shows_the_first_program():

@@ -38,8 +38,8 @@ def test_each_rank_answers_and_the_answers_are_in_rank_order():
 
 def test_a_module_may_ask_for_a_gpu_before_the_ranks_are_forked():
     """
-    CUDA works in no process that was forked after it had started, so the driver's library says
-    whether there is a GPU. Breaks where a preloaded module asks `torch.cuda.is_available()`.
+    Breaks without the variable, which forked ranks inherit: CUDA would start with the question, and
+    works in no process that is forked later.
     Proves `launch.run`.
     """
     assert run(asked_of_the_driver, 1) == ["1"]

@@ -3,9 +3,8 @@ r"""
 
 `Accelerator` is Hugging Face's, and knows sharded models.
 
-Most of accelerate is right for shards as it is: the loader gives each rank rows of its own. The
-rest takes what one rank has for the whole model. Three weights on two ranks have the gradient
-(3, 0, 4), and rank 1 pads its shard:
+Most of accelerate is right for shards as it is. The rest takes what one rank has for the whole
+model. Three weights on two ranks have the gradient (3, 0, 4), and rank 1 pads its shard:
 
 | the call | accelerate's own, on rank 0 | on rank 1 | here |
 |---|---|---|---|
@@ -30,9 +29,9 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 **Mixed precision.** `mixed_precision="bf16"` takes a model in bf16, whose fp32 masters the
 optimizer has. accelerate would compute an fp32 model under autocast. Autograd then keeps a bf16
-copy of each weight until backward, on every rank: $2\Psi$ bytes that no sharding divides. So that
-is an error. fp16 with torch's `GradScaler` is one too: a model in fp16 and
-`Zero3Optimizer(loss_scale="dynamic")` do it here, and `backward` scales the loss.
+copy of each weight until backward, on every rank: $2\Psi$ bytes. So that is an error. fp16 with
+torch's `GradScaler` is one too: a model in fp16 and `Zero3Optimizer(loss_scale="dynamic")` do it
+here.
 
 **Run this**: the first program of [Use it in your loop](../../docs/loop.md).
 

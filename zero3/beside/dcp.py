@@ -18,9 +18,8 @@ In each dimension but the first a row may be incomplete at either end of the ran
 
 $$\text{boxes of a range in } n \text{ dimensions} \le 2n - 1$$
 
-The keys are those of torch's `get_state_dict`: `model.NAME` is the fp32 master, as FSDP2 with mixed
-precision has fp32 parameters, and `optim.state.NAME.exp_avg` a moment. No rank has more than its
-shards, and one box or stored tensor:
+The keys are those of torch's `get_state_dict`: `model.NAME` is the fp32 master, and
+`optim.state.NAME.exp_avg` a moment. No rank has more than its shards, and one box or stored tensor:
 
 | | here | FSDP2 and plain PyTorch |
 |---|---|---|

@@ -4,9 +4,8 @@ r"""
 `Trainer` is the one of `transformers`, with one more argument: `shard`, which gets the plain model
 and returns what `wrap` returns.
 
-`transformers.Trainer` looks at the plain model first, at its class and the names of its arguments,
-and asks an `Accelerator` for the rest. So the model is sharded between these two, and the
-`Accelerator` is the one of `accelerate.py`:
+`transformers.Trainer` looks at the plain model first, and asks an `Accelerator` for the rest. So
+the model is sharded between these two, and the `Accelerator` is the one of `accelerate.py`:
 
 | | `transformers.Trainer` | here |
 |---|---|---|
@@ -18,9 +17,9 @@ and asks an `Accelerator` for the rest. So the model is sharded between these tw
 | 6 | a checkpoint: `optimizer.pt` of rank 0 | `zero3/`, a shard of each rank |
 | 7 | `save_model`, for `from_pretrained` | the same, gathered layer by layer |
 
-A model of three weights on two ranks has its gradients averaged by us, and its loss divided by all
-tokens by the `Trainer`. With $T_r$ of the batch's tokens on rank $r$ and their summed loss $L_r$,
-each rank computes $N \frac{L_r}{T}$, so that the mean over the ranks is the loss of plain PyTorch:
+We average the gradients, and the `Trainer` divides the loss by all tokens. With $T_r$ of the
+batch's tokens on rank $r$ and their summed loss $L_r$, each rank computes $N \frac{L_r}{T}$, so
+that the mean over the ranks is the loss of plain PyTorch:
 
 $$\frac{1}{N} \sum_r N \frac{L_r}{T} = \frac{\sum_r L_r}{\sum_r T_r}$$
 

@@ -18,8 +18,8 @@ $$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text
 **Run this**: `python -m zero3.checkpoint --help`.
 
 **Not covered, and what that costs**: `export` writes a single file, also of a large model. The
-parameters have the names of the plain model. You have to add a prefix such as Hugging Face's
-`model.` yourself. Only `wrap(model, checkpoint=...)` reads safetensors.
+parameters have the names of the plain model, without a prefix such as Hugging Face's `model.`. Only
+`wrap(model, checkpoint=...)` reads safetensors.
 """
 
 import argparse

@@ -23,8 +23,7 @@ $$\text{elements that a rank saves} = \sum_\ell \left\lceil \frac{P_\ell}{N} \ri
 \,(1 + \text{moments of } \ell)$$
 
 `param` is the master if there is one, and the shard itself otherwise. The rest of the optimizer
-state, such as Adam's number of steps, is the same on all ranks, so it goes into the *manifest*, the
-file that describes the checkpoint.
+state, such as Adam's number of steps, is the same on all ranks, so it goes into the *manifest*.
 
 **Run this**: `python -m pytest tests/checkpoint/test_save_load.py -k tier` saves from one tier and
 loads into another.
@@ -751,8 +750,7 @@ def _merge_states(states: list[StatesEntry]) -> list[StatesEntry]:
     """
     #### The optimizer states of a flat parameter, each of them once
 
-    Each lists its parameters as `params`. They differ if some parameters of a param group were used
-    in other steps than the rest.
+    They differ if some parameters of a param group were used in other steps than the rest.
     """
     by_param = {i: entry
                 for entry in states for i in entry["params"] or ()}

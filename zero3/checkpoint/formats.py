@@ -67,7 +67,7 @@ from zero3.checkpoint.tensor_files import check_name
 from zero3.guards.command_line import one_line
 from zero3.offload.tensors import Broken, Like, type_name, write_tensors
 
-# DeepSpeed's name of the master. The moments have the names of torch's Adam.
+# DeepSpeed's name of the master.
 _FP32 = "fp32"
 # DeepSpeed's files of model states: Stage 3 reads the first name, stages 1 and 2 the second.
 _MODEL_STATES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
@@ -170,7 +170,8 @@ def to_deepspeed(folder: Path,
     make_output_folder(out)
     root = out / "universal"
     (root / "zero").mkdir(parents=True, exist_ok=True)
-    count: Callable[[float], torch.Tensor | int] = torch.tensor if torch_adam else int
+    count: Callable[[float], torch.Tensor | int] = partial(
+        torch.tensor, device="cpu") if torch_adam else int
     steps_taken = count(float(checkpoint.manifest["step"]))
     for param in checkpoint.params:
         path = root / "zero" / param.name
@@ -293,8 +294,7 @@ def to_dcp(folder: Path, out: Path) -> None:
     """
     ## Write a folder that `torch.distributed.checkpoint` loads
 
-    The state dict is `{"model": ..., "optim": ...}`, as FSDP2 loads it. Its tensors are on the meta
-    device, and `_DcpPlanner` reads the values of one at a time.
+    The state dict is `{"model": ..., "optim": ...}`, as FSDP2 loads it.
     """
     checkpoint = CheckpointReader(folder)
     state = dcp_state(checkpoint, {name: checkpoint.replicated(0, name).to("meta")

@@ -42,12 +42,12 @@ calls `clean_up_interrupted_saves`:
 | `step-00000100.removed` | an interrupted removal | removes it |
 
 **One run per folder.** Two runs would remove each other's partial folders. So rank 0 locks the
-folder at its first save, until its process ends.
+folder at its first save.
 
 **Run this**: `python -m zero3.checkpoint verify FOLDER` reads a checkpoint and reports damage.
 
-**Not covered, and what that costs**: several machines need a shared file system. Some cannot lock
-folders, NFS for example. The run then gets a warning in place of a lock.
+**Not covered, and what that costs**: several machines need a shared file system. Some, NFS for
+example, cannot lock folders: then the run gets a warning.
 """
 
 import fcntl

@@ -4,8 +4,7 @@ r"""
 `save` lets each rank write its own shards, and `load` lets each rank read the elements that belong
 to its shards now.
 
-**Three weights, saved on two ranks, loaded on three and on four.** The shards are those of the
-example in `minimal.py`:
+**Three weights, saved on two ranks, loaded on three and on four:**
 
 | | rank 0 | rank 1 | rank 2 | rank 3 |
 |---|---|---|---|---|

@@ -29,8 +29,8 @@ Single elements save bytes and no multiply-adds.
 | row | rows, and elements of the bias | columns |
 | channel, head | columns | rows, and elements of the bias |
 
-Without `follows` the zeros stay. Rows may go if zero stays zero on the way to the next layer, as it
-does in a ReLU, a GELU or a dropout, and not in a sigmoid or a norm. Columns may always go.
+Rows may go if zero stays zero on the way to the next layer, as it does in a ReLU, a GELU or a
+dropout, and not in a sigmoid or a norm. Columns may always go.
 
 If no shape changes, the outputs are the same as before, to the bit. In smaller shapes kernels may
 add the remaining terms of a sum in another order.
@@ -360,7 +360,7 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     Raises `ValueError` if the file is not one of `write`, or if it has other names than the model.
     """
     modules = named_modules(model)
-    with safe_open(path, "pt") as file:
+    with safe_open(path, "pt") as file, torch.device("cpu"):
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     expect("zero3" in metadata, f"read: {path}", "a file of `write`", "another one", "pass such a "

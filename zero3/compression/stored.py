@@ -32,8 +32,8 @@ and 1. A symmetric weight of 4 bits, none of it pruned, is
 
 **Run this**: `python -m pytest tests/compression/test_clean.py -k bits`.
 
-**Not covered, and what that costs**: kernels that compute with codes, such as those of torchao. The
-weight is made in full for each forward pass, so the cleaned model is small at rest and not fast.
+**Not covered, and what that costs**: kernels that compute with codes, such as those of torchao. So
+the cleaned model is small at rest and not fast.
 """
 
 from typing import TypedDict

@@ -33,7 +33,7 @@ sections 8.3 and 9.2.
 tests/compression/test_compression.py -k threshold`.
 
 **Not covered, and what that costs**: masks that are kept for a while. The threshold is found anew
-after each step of the optimizer, because the weights have changed.
+after each step of the optimizer.
 """
 
 from collections.abc import Callable, Iterable, Iterator

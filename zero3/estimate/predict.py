@@ -441,7 +441,7 @@ class Step:
         self.memory.append(packed_bytes + receive_bytes)
         self.ending = [-packed_bytes]
         for layer in layers:
-            # With one rank the full gradient becomes the shard's, and does not stay beside it.
+            # With one rank the full gradient becomes the shard's.
             grads = [layer.new_grad_bytes, -layer.full_grad_bytes]
             self.ending += grads if self.world_size > 1 else grads[::-1]
             layer.has_full_grad = False

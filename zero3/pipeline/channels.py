@@ -22,8 +22,7 @@ Tied weights come on top.
 
 The announcement says what the receiver should be about to do. If it is about to do something else,
 it raises an error, because both would wait forever. Or it says that the sender has failed. So an
-error in one stage ends all of them. The text of the first error is in the store of the process
-group, where every rank finds it.
+error in one stage ends all of them.
 
 **Why several process groups.** NCCL runs the transfers between two ranks in the order in which they
 were queued. If rank 0 queued an activation and rank 1 a gradient, each would wait for the other to
@@ -32,7 +31,7 @@ to earlier ones. In each of them one of two ranks only sends, and the other one 
 announcements have a group of gloo, because the host reads them without waiting for a device.
 
 **On demand.** gloo sends a message once the receiver has asked for it, at `receive`. So on the CPU
-a transfer overlaps nothing on the receiving rank. The sending rank goes on at once.
+a transfer overlaps nothing on the receiving rank.
 
 **Run this**: `python -m pytest tests/pipeline/test_channels.py`.
 

@@ -32,8 +32,8 @@ import torch.distributed as dist
 from zero3.guards.options import expect
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Many modules ask for GPUs when they are imported. CUDA itself would answer, and refuse to work in
-# processes that are forked then. So the driver's library answers.
+# Many modules ask whether there is a GPU when they are imported. To answer, torch would start CUDA,
+# which works in no process that is forked later. So torch asks NVML.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # The first words of an error that another rank has caused.
 _CONSEQUENCE = "as a consequence,"

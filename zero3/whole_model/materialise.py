@@ -200,7 +200,7 @@ class Source:
         name = next((name for name in names if name in self.files), "")
         if not name:
             raise ValueError(f"no `{names[0]}` in {self.checkpoint}")
-        with safe_open(self.files[name], framework="pt") as file:
+        with safe_open(self.files[name], framework="pt") as file, torch.device("cpu"):
             whole = file.get_tensor(name)
             wanted = part.shape if part else t.shape
             if whole.shape != wanted:
