@@ -41,6 +41,7 @@ the same memory.
 
 import concurrent.futures
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -187,6 +188,7 @@ class Accelerator:
         self.waits: list[str] = []  # each time that the host waited for the device
         self.log: list[Operation] = []
         self.options: list[dict[str, Any]] = []  # that streams were made with
+        self.chosen: list[tuple[str, torch.device]] = []  # by which thread
 
     # ---------------------------------------------------------------- what torch has for a device
 
@@ -226,6 +228,9 @@ class Accelerator:
     def synchronize(self, *_: Any) -> None:
         for line in self.lines:
             self.host_waits("device", line.clock)
+
+    def set_device(self, at: torch.device) -> None:
+        self.chosen.append((threading.current_thread().name, at))
 
     def get_rng_state(self, *_: Any) -> torch.Tensor:
         return torch.get_rng_state()

@@ -48,8 +48,8 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 940, "beside": 436, "checkpoint": 1245, "comm": 968, "compiler": 906, "compression":
-        781, "estimate": 658, "guards": 557, "inject": 714, "offload": 920, "optimizer": 1140,
+MOST = {"": 940, "beside": 436, "checkpoint": 1245, "comm": 970, "compiler": 906, "compression":
+        781, "estimate": 658, "guards": 559, "inject": 716, "offload": 921, "optimizer": 1140,
         "pipeline": 753, "train": 899, "whole_model": 847}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1499

@@ -15,16 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests import cases, wholes
 from tests.ranks import run
 from tests.streams import Accelerator
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
 from zero3.comm.collectives import Communicator, streams
+from zero3.comm.mesh import groups_of
 from zero3.compiler.model import compile
 from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import predict_optimizer
 from zero3.in_flight import in_flight
+from zero3.inject.line import Line
 from zero3.train import launch
 
 # Those take seconds to build, and train as the others do.
@@ -220,6 +223,83 @@ def test_a_layer_is_on_the_device_that_its_rank_uses(device, current, expected):
         assert there.options == [{"device": torch.device("cuda", 1), "priority": -1}] * 2
         assert layers[0].comm.fetch_stream is layers[1].comm.fetch_stream
         assert streams(layers[0].device)[1] is layers[1].comm.backup_stream
+
+
+def forgets_to_move():
+    """A module that is still on the CPU, with a process group for GPUs"""
+    with mock.patch.object(dist, "get_backend_config", lambda _: "cuda:nccl"):
+        with pytest.raises(RuntimeError) as error:
+            Zero3Layer(nn.Linear(4, 4))
+    return str(error.value)
+
+
+def test_a_module_that_was_not_moved_to_the_gpu_is_refused():
+    """
+    Breaks where the first broadcast finds out: its error would send the user to another rank.
+    Proves `check_params`.
+    """
+    for text in run(forgets_to_move, 2):
+        assert "cannot compute on cpu. Expected: a process group for cpu. Got: one for" in text
+
+
+def draws_on_the_gpu():
+    """Split ranks with the same random numbers on the CPU, and other ones on their GPUs"""
+    (group,) = groups_of(init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
+    with Accelerator() as device:
+        told = torch.tensor([7, dist.get_rank()], dtype=torch.uint8, device="cpu")
+        device.get_rng_state = lambda *_: told
+        with pytest.raises(ValueError) as error:
+            Line(group).compare_once([torch.ones(2)])
+    return str(error.value)
+
+
+def test_split_ranks_draw_the_same_numbers_on_their_gpus():
+    """
+    Dropout draws there. Breaks where only the numbers of the CPU are compared: each rank would take
+    its part of another mask.
+    Proves `Line.compare_once`.
+    """
+    for text in run(draws_on_the_gpu, 2):
+        assert "the same random numbers" in text
+
+
+def first_of_a_group():
+    """The collectives that connect the ranks which share owners, and how many ranks these are"""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "shard"))
+    real, groups = dist.all_reduce, []
+
+    def all_reduce(tensor, *args, group=None, **more):
+        groups.append(group)
+        return real(tensor, *args, group=group, **more)
+
+    with collectives(), mock.patch.object(dist, "all_reduce", all_reduce):
+        layer = Zero3Layer(linear(), mesh=mesh)
+        sharing = layer.comm.sharing.process_group
+    return groups.count(sharing), dist.get_world_size(sharing)
+
+
+def test_nccl_connects_those_who_share_owners_before_some_of_them_send():
+    """
+    Its first call in a group needs all of its ranks, and some owners have nothing to send: the
+    others would wait for them. gloo connects each pair by itself.
+    Proves `LinkedCommunicator.sharing`.
+    """
+    assert run(first_of_a_group, 4) == [(1, 4)] * 4
+
+
+def test_threads_that_move_files_choose_the_gpu_of_their_layer(tmp_path):
+    """
+    They wait for events, and a thread that has chosen no GPU opens the first one for that: on each
+    other rank, memory of a GPU that is not its own.
+    Proves `Buffers`.
+    """
+    with Accelerator() as device:
+        layer = Zero3Layer(nn.Linear(4, 4), offload=Offload("nvme", tmp_path))
+        with layer.full_params() as params:
+            assert params["bias"].shape == (4,)
+        assert device.chosen
+        assert all(name.startswith("zero3-offload") and at == layer.device
+                   for name, at in device.chosen)
 
 
 def test_pinned_memory_is_as_large_as_what_is_in_it():

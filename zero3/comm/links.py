@@ -203,6 +203,10 @@ class LinkedCommunicator(Communicator):
             return self.group
         process_group = dist.new_group([*self.ranks], use_local_synchronization=True)
         wait_as_long(process_group)
+        if not self.by_messages:
+            # NCCL connects the ranks of a group at its first call, and needs all of them for it. Of
+            # the messages between owners some ranks have none.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=process_group)
         mesh: Any = self.links.mesh
         # Neighbouring parts are on different nodes.
         in_order = tuple(mesh.mesh.t().flatten().tolist())

@@ -68,6 +68,13 @@ def check_params(comm: Sharers,
         at = p.device
     if at.type != "cpu":
         at = check_device(comm, who, at)
+    if comm.world_size > 1:
+        backends = str(dist.get_backend_config(comm.group.process_group))
+        what = f"rank {comm.global_rank}: {who} cannot compute on {at}"
+        expect(f"{at.type}:" in backends, what,
+               f"a process group for {at.type}", f"one for {backends}",
+               "move the module to a device of that group, or call `init_process_group` without a "
+               "backend", RuntimeError)
     return at, compare_params(comm, who, params)
 
 
@@ -169,8 +176,4 @@ def check_device(comm: Sharers,
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     expect(bound in (None, at), what, f"{bound}, which the process group has", at,
            f"pass `device_id={at}` to `init_process_group`, or move the module", RuntimeError)
-    backends = str(dist.get_backend_config(comm.group.process_group))
-    expect(f"{at.type}:" in backends, what, f"a process group for {at.type}", f"one for {backends}",
-           "call `init_process_group` without a backend, or with one that serves this device",
-           RuntimeError)
     return at

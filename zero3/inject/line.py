@@ -226,11 +226,15 @@ class Line:
         if self.compared or self.size == 1:
             return
         self.compared = True
-        raw = [bytes_of(value.cpu())
-               for value in (*values, torch.get_rng_state())
-               if isinstance(value, torch.Tensor) and value.numel()]
-        *inputs, numbers = [zlib.crc32(each.numpy().tobytes())
-                            for each in raw]
+        given = [value for value in values if isinstance(value, torch.Tensor) and value.numel()]
+        # On a GPU dropout draws the numbers of that GPU.
+        devices = dict.fromkeys(value.device for value in given)
+        states = [torch.get_rng_state(), *(
+            torch.get_device_module(at).get_rng_state(at)
+            for at in devices
+            if at.type != "cpu")]
+        *inputs, numbers = [zlib.crc32(bytes_of(each.cpu()).numpy().tobytes())
+                            for each in (*given, torch.cat(states))]
         told = {"inputs (their checksums)": inputs, "random numbers (their checksum)": numbers}
         same("tensor_parallel", self.group.ranks, self.group.gather(told), "give all ranks of this "
              "mesh dimension the same rows, and the same `torch.manual_seed`", ValueError)

@@ -65,13 +65,17 @@ class Buffers:
         self.buffer_bytes = 0
         on_cpu = owner.device.type == "cpu"
         self.take_memory = None if on_cpu else partial(pinned, owner.device)
-        self.event = torch.get_device_module(owner.device).Event
+        backend = torch.get_device_module(owner.device)
+        self.event = backend.Event
         self.memory: list[torch.Tensor] = []  # all buffers
         # Buffers that nobody has, each with the event after which it may be used.
         self.free: list[tuple[torch.Tensor, torch.Event]] = []
         self.borrowers: list[InFile] = []  # the one that used its buffer last is at the end
         self.files: weakref.WeakSet[File] = weakref.WeakSet()
-        self.workers = concurrent.futures.ThreadPoolExecutor(queue_depth, "zero3-offload")
+        # Threads wait for events. A thread that has chosen no GPU would open the first one for it.
+        self.workers = concurrent.futures.ThreadPoolExecutor(
+            queue_depth, "zero3-offload",
+            None if on_cpu else partial(backend.set_device, owner.device))
 
     def new_file(self, owner: Guarded, nbytes: int) -> File:
         """
