@@ -48,7 +48,7 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 940, "beside": 436, "checkpoint": 1245, "comm": 970, "compiler": 906, "compression":
+MOST = {"": 940, "beside": 436, "checkpoint": 1245, "comm": 974, "compiler": 906, "compression":
         781, "estimate": 658, "guards": 559, "inject": 716, "offload": 921, "optimizer": 1140,
         "pipeline": 753, "train": 899, "whole_model": 847}
 # What the heart reaches by its imports, in lines of code.

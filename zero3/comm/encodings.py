@@ -134,15 +134,19 @@ class Int8:
         scales.copy_(largest / self.levels)
         # Below this number a bfloat16 has fewer digits, and codes could be too large.
         scales.masked_fill_(scales < torch.finfo(scales.dtype).tiny, 0)
-        # A finite number stays finite.
-        above = scales.float() * self.levels > torch.finfo(rows.dtype).max
-        scales.view(torch.int16).sub_((above & scales.isfinite()).to(torch.int16))
+        divisors = scales.float()
+        above = divisors * self.levels > torch.finfo(rows.dtype).max
+        # To ask saves a pass over all blocks, but on an accelerator the host would wait.
+        lowers = rows.device.type != "cpu" or bool(above.any())
+        if lowers:
+            # A finite number stays finite.
+            scales.view(torch.int16).sub_((above & scales.isfinite()).to(torch.int16))
+            divisors = scales.float()
         # A block of zeros has the scale 0. Dividing by infinity gives the codes 0.
-        divisors = scales.float().masked_fill_(scales == 0, math.inf)
+        divisors.masked_fill_(scales == 0, math.inf)
         blocks.div_(divisors.unsqueeze(2)).round_()
-        # Only a lower scale makes codes too large. To ask for it saves a pass over all blocks, but
-        # on an accelerator the host would wait.
-        if rows.device.type != "cpu" or bool(above.any()):
+        if lowers:
+            # Only a lower scale makes codes too large.
             blocks.clamp_(-self.levels, self.levels)
         return torch.cat([self._pack(flat, numel), scales.view(torch.uint8)], dim=1)
 
