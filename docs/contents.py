@@ -399,12 +399,13 @@ def gpu_rows() -> Iterator[str]:
     ## The rows of the table of figures from a GPU
     """
     told = json.loads((ROOT / "docs/gpu.json").read_text())
-    for size in ("small", "large"):
-        about = f"{told[size]['numel'] / 1e6:.0f} million parameters"
+    about = {size: f"{told[size]['numel'] / 1e6:.0f} million parameters"
+             for size in ("small", "large")}
+    for size, words in about.items():
         tokens = " | ".join(f"{median(each):,.0f}" for each in told[size]["tokens_per_s"].values())
-        yield f"| tokens in a second, {about} | {tokens} |"
+        yield f"| tokens in a second, {words} | {tokens} |"
     peaks = " | ".join(f"{each / 2**20:,.0f}" for each in told["small"]["peak_bytes"].values())
-    yield f"| MiB at the highest moment, 11 million | {peaks} |"
+    yield f"| MiB at the highest moment, {about['small']} | {peaks} |"
 
 
 def notebook_rows() -> Iterator[str]:

@@ -102,10 +102,14 @@ def test_every_program_of_the_page_on_use_is_tested():
 
 def test_the_page_on_work_says_what_was_measured_on_a_gpu():
     """
-    No layer began before its copy had ended, and the rounds differ as much as the page says.
+    On that GPU and with that torch. No layer began before its copy had ended, and the rounds differ
+    as much as the page says.
     """
     told = json.loads((ROOT / "docs/gpu.json").read_text())
     overlap, text = told["overlap"], " ".join((ROOT / "docs/working.md").read_text().split())
+    machine = told["machine"]
+    assert f"one rank, one {machine['gpu']}" in text
+    assert f"with torch {machine['torch'].rpartition('.')[0]}, gave" in text
     assert min(overlap["us_from_the_end_of_a_copy_to_its_layer"]) > 0
     layers, width = overlap["layers"], overlap["width"]
     assert f"A chain of {layers} matrices of {width} by {width}" in text

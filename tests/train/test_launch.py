@@ -21,7 +21,7 @@ def who():
     return dist.get_rank(), launch.my_device(), torch.get_num_threads()
 
 
-def asked_of_the_driver():
+def asks_nvml():
     return os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
 
 
@@ -42,7 +42,7 @@ def test_a_module_may_ask_for_a_gpu_before_the_ranks_are_forked():
     works in no process that is forked later.
     Proves `launch.run`.
     """
-    assert run(asked_of_the_driver, 1) == ["1"]
+    assert run(asks_nvml, 1) == ["1"]
 
 
 PRELOADS = """

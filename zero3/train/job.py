@@ -653,8 +653,8 @@ class Job:
         # On the CPU a micro-batch is a view of the whole batch, on a GPU of this rank's rows.
         whole = args.batch if self.ranks.device.type == "cpu" else rows * args.accumulate
         leaves = self.activations.moves_from(self.ranks.device)
+        windows = torch.empty(whole, args.seq_len + 1, dtype=torch.long, device="meta")
         with torch.device("meta"):
-            windows = torch.empty(whole, args.seq_len + 1, dtype=torch.long, device="meta")
             modules = [module.to(DTYPES[args.dtype]) for module in gpt.gpt_layers(self.config)]
             saved = saved_bytes(modules, windows[:rows, :-1],
                                 self.activations.below_bytes if leaves else 0)
