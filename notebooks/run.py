@@ -35,7 +35,8 @@ def execute(source: Path) -> nbformat.NotebookNode:
     Raises `CellExecutionError` with the traceback of the cell that fails.
     """
     notebook = jupytext.read(source)
-    NotebookClient(notebook, timeout=300, kernel_name="python3",
+    # Nothing is left to save, and a kernel that has imported torch takes seconds to leave by itself.
+    NotebookClient(notebook, timeout=300, kernel_name="python3", shutdown_kernel="immediate",
                    resources={"metadata": {"path": str(FOLDER)}}).execute()
     # Remove times and paths, so that two runs give the same bytes.
     notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"]}

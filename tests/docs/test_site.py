@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 import re
 import shutil
@@ -404,6 +405,14 @@ def chromium(tmp_path_factory):
         pytest.skip("chromium and chromedriver are not installed")
     from selenium import webdriver
 
+    class Browser(webdriver.Chrome):
+        def get(self, url):
+            super().get(url)
+            # The driver sometimes returns before the page is there.
+            there = json.dumps(url.partition("#")[0])
+            until(self, f"location.href.split('#')[0] === {there} "
+                        "&& document.readyState === 'complete'")
+
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
     for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-"
@@ -412,7 +421,7 @@ def chromium(tmp_path_factory):
     options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     service = webdriver.ChromeService(shutil.which("chromedriver"))
-    driver = webdriver.Chrome(options=options, service=service)
+    driver = Browser(options=options, service=service)
     yield driver
     driver.quit()
 
@@ -574,8 +583,6 @@ def test_all_text_has_enough_contrast(site, browser):
     browser.execute_script("localStorage.clear()")
     for name in TEN:
         browser.get((site / f"{name}.html").as_uri())
-        # The driver sometimes returns before the page has a body.
-        until(browser, "document.readyState === 'complete'")
         for theme in ("light", "dark"):
             look(browser, WIDE, theme)
             assert browser.execute_script(THEME) == theme
