@@ -17,6 +17,8 @@ with GPUs the notebooks run on the GPUs, and the check only finds errors.
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jupytext
@@ -28,21 +30,38 @@ FOLDER = Path(__file__).parent
 NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.py"))
 
 
-def execute(source: Path) -> nbformat.NotebookNode:
+@contextmanager
+def kernel() -> Iterator[NotebookClient]:
     """
-    ## Execute a notebook, in a kernel of its own
+    ## A kernel, which may execute several notebooks
+    """
+    # Nothing is left to save, and a kernel with torch takes seconds to leave by itself.
+    client = NotebookClient(nbformat.v4.new_notebook(), timeout=300, kernel_name="python3",
+                            shutdown_kernel="immediate",
+                            resources={"metadata": {"path": str(FOLDER)}})
+    with client.setup_kernel():
+        yield client
+
+
+def execute(source: Path, client: NotebookClient) -> nbformat.NotebookNode:
+    """
+    ## Execute a notebook, in a kernel that has forgotten the names of the one before
 
     Raises `CellExecutionError` with the traceback of the cell that fails.
     """
-    notebook = jupytext.read(source)
-    # Nothing is left to save, and a kernel that has imported torch takes seconds to leave by itself.
-    NotebookClient(notebook, timeout=300, kernel_name="python3", shutdown_kernel="immediate",
-                   resources={"metadata": {"path": str(FOLDER)}}).execute()
+    client.nb = notebook = jupytext.read(source)
+    client.kc.execute("%reset_selective -f .")
+    client.execute(cleanup_kc=False)
     # Remove times and paths, so that two runs give the same bytes.
-    notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"]}
+    notebook.metadata = {key: value for key, value in notebook.metadata.items()
+                         if key == "kernelspec"}
     for i, cell in enumerate(notebook.cells):
         cell.id = f"cell-{i}"
         cell.metadata.pop("execution", None)
+        for output in cell.get("outputs", ()):
+            # The kernel goes on counting from one notebook to the next.
+            if "execution_count" in output:
+                output.execution_count = cell.execution_count
     return notebook
 
 
@@ -90,11 +109,11 @@ def differences(kept: nbformat.NotebookNode, now: nbformat.NotebookNode) -> list
             if texts(old) != texts(new) and "varies" not in new.metadata.get("tags", ())]
 
 
-def check(source: Path, write: bool = False) -> list[str]:
+def check(source: Path, client: NotebookClient, write: bool = False) -> list[str]:
     """
     ## Execute a notebook, and compare or store its output
     """
-    now = execute(source)
+    now = execute(source, client)
     path = source.with_suffix(".ipynb")
     if write:
         nbformat.write(now, path)
@@ -122,10 +141,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("expected no GPU, because the stored output is of ranks on a CPU; set "
                      "CUDA_VISIBLE_DEVICES= to hide the GPUs")
     failed = 0
-    for source in chosen:
-        found = check(source, args.write)
-        print(f"{source.stem}: {'; '.join(found) or 'same output as stored'}", flush=True)
-        failed += bool(found)
+    with kernel() as client:
+        for source in chosen:
+            found = check(source, client, args.write)
+            print(f"{source.stem}: {'; '.join(found) or 'same output as stored'}", flush=True)
+            failed += bool(found)
     return failed
 
 

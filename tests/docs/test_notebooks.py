@@ -2,6 +2,8 @@
 # The notebooks run, and print what is kept of them
 """
 
+from contextlib import nullcontext
+
 import pytest
 
 pytest.importorskip("nbclient", reason="the notebooks' libraries are not installed")
@@ -9,16 +11,22 @@ pytest.importorskip("nbclient", reason="the notebooks' libraries are not install
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from notebooks.run import NOTEBOOKS, check, differences, execute
+from notebooks.run import NOTEBOOKS, check, differences, execute, kernel
+
+
+@pytest.fixture(scope="module")
+def client():
+    with kernel() as client:
+        yield client
 
 
 @pytest.mark.parametrize("source", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_prints_what_is_kept(source):
+def test_a_notebook_prints_what_is_kept(source, client):
     """
     Breaks with any figure in a notebook that the code no longer gives, and with any error. Proves
     `launch.run`.
     """
-    assert check(source) == []
+    assert check(source, client) == []
 
 
 def cell(*outputs, source="x", **metadata):
@@ -55,8 +63,13 @@ def test_pieces_of_a_stream_pictures_and_what_varies_may_differ():
     assert not differences(KEPT, cell(TWO, tags=["varies"]))
 
 
-def test_a_cell_that_raises_fails_the_notebook(tmp_path):
-    """Breaks where errors are kept like any other output."""
-    (tmp_path / "raises.py").write_text("# %%\n1 / 0\n")
-    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
-        execute(tmp_path / "raises.py")
+def test_a_notebook_begins_without_names_and_fails_with_a_cell_that_raises(tmp_path, client):
+    """
+    Breaks where a notebook runs only after another one, or where errors are kept like any other
+    output.
+    """
+    for text, error in (("name = 1", ""), ("name", "NameError"), ("1 / 0", "ZeroDivisionError")):
+        source = tmp_path / "cells.py"
+        source.write_text(f"# %%\n{text}\n")
+        with pytest.raises(CellExecutionError, match=error) if error else nullcontext():
+            execute(source, client)
