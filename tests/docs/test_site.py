@@ -448,13 +448,12 @@ def find(browser, selector):
 def test_no_page_is_wider_than_its_window_and_every_formula_is_drawn(site, browser):
     """
     Nothing is cut, nothing is fetched from elsewhere, and formulas and pictures have a size. Of the
-    pages of tests and of the book's own source, which are long and made alike, every third is
-    looked at.
+    pages of tests, which are long and made alike, every third is looked at.
     """
-    alike = sorted([*site.glob("test*.html"), *site.glob("docs-*.html")])
+    tests = sorted(site.glob("test_*.html"))
     sizes = [WIDE, PHONE]
     look(browser, sizes[0])
-    for path in sorted({*site.glob("*.html")} - {*alike}) + alike[::3]:
+    for path in sorted({*site.glob("*.html")} - {*tests}) + tests[::3]:
         browser.get(path.as_uri())
         assert what_is_wrong(browser) == (0, [], []), (path.name, sizes[0])
         # A window may change while it shows a page, and loading a page takes longest. The next page
