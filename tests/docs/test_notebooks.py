@@ -2,8 +2,6 @@
 # The notebooks run, and print what is kept of them
 """
 
-from contextlib import nullcontext
-
 import pytest
 
 pytest.importorskip("nbclient", reason="the notebooks' libraries are not installed")
@@ -63,13 +61,12 @@ def test_pieces_of_a_stream_pictures_and_what_varies_may_differ():
     assert not differences(KEPT, cell(TWO, tags=["varies"]))
 
 
-def test_a_notebook_begins_without_names_and_fails_with_a_cell_that_raises(tmp_path, client):
+def test_a_cell_that_raises_fails_the_notebook_and_the_next_begins_without_names(tmp_path, client):
     """
-    Breaks where a notebook runs only after another one, or where errors are kept like any other
-    output.
+    Breaks where errors are kept like any other output, or where a notebook runs only after another.
     """
-    for text, error in (("name = 1", ""), ("name", "NameError"), ("1 / 0", "ZeroDivisionError")):
-        source = tmp_path / "cells.py"
-        source.write_text(f"# %%\n{text}\n")
-        with pytest.raises(CellExecutionError, match=error) if error else nullcontext():
+    source = tmp_path / "raises.py"
+    for cells, error in (("name = 1\n1 / 0", "ZeroDivisionError"), ("name", "NameError")):
+        source.write_text(f"# %%\n{cells}\n")
+        with pytest.raises(CellExecutionError, match=error):
             execute(source, client)
