@@ -39,7 +39,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from functools import cache, partial, reduce
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -257,7 +257,6 @@ class Entries(Named):
                 "them with another optimizer, and pass its `state_dict()` in `extra`.",
                 stacklevel=2)
         described: list[FlatEntry] = []
-        first_state_of = cache(self._first_state)
         for flat in self.flats:
             keys = {"param": type_name(flat.dtype)}
             states: list[StatesEntry] = []
@@ -266,7 +265,7 @@ class Entries(Named):
                 if moments and length(piece.where) == 1 and piece.param not in self.spread:
                     # A count of one element looks like a moment here, so look at a parameter of
                     # two elements. All ranks have to find the same.
-                    first = first_state_of(piece.group_index, 1)
+                    first = self._first_state(piece.group_index, 1)
                     counts = [key for key in moments
                               if getattr(first.get(key), "shape", (2,)) != (2,)]
                     others |= {key: moments.pop(key) for key in counts}
@@ -560,16 +559,18 @@ class Entries(Named):
         * `where` is a range of the shard; left out, the whole shard
 
         Returns `(where.stop - where.start,)`. The padding is zero (invariant I5), and so are
-        moments that a parameter does not have. A rank that has nothing but padding gets the data
-        type that the other ranks read.
+        moments that a parameter does not have. All ranks get the same data type, also one that has
+        nothing but padding.
         """
         shard = flat.parameter.shard
         where = where or slice(0, len(shard))
         first = self.comm.rank * len(shard) + where.start
         last = self.comm.rank * len(shard) + where.stop
-        values: torch.Tensor | None = None
         having = [own for own in flat.params
                   if key in ("param", *own.found.states["moments"])]
+        dtypes = [checkpoint.dtype(own.found, key) for own in having] or [shard.dtype]
+        values = torch.zeros(
+            last - first, dtype=reduce(torch.promote_types, dtypes), device="cpu")
         for own in having:
             # Where the parameter begins in the range; negative if that is before the range.
             at = own.slot.offset - first
@@ -578,12 +579,7 @@ class Entries(Named):
             if begin < end:
                 read = partial(checkpoint.read, own.found, key)
                 found = own.part.read(begin, end, read) if own.part else read(begin, end)
-                if values is None:
-                    values = torch.zeros(last - first, dtype=found.dtype, device="cpu")
                 values[at + begin : at + end] = found
-        if values is None:
-            dtype = checkpoint.dtype(having[0].found, key) if having else shard.dtype
-            values = torch.zeros(last - first, dtype=dtype, device="cpu")
         return values
 
     @torch.no_grad()
