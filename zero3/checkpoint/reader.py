@@ -367,7 +367,6 @@ class Listing:
         self.manifest = manifest
         self.flats = manifest["flats"]
         self.world_size = manifest["world_size"]
-        self.places = manifest["places"]
         self.params = merge_parts([
             Param(i, entry, _states_of(flat, at)) for i, flat in enumerate(self.flats)
             for at, entry in enumerate(flat["params"])])
@@ -420,9 +419,9 @@ class CheckpointReader(Listing):
         try:
             super().__init__(_read_manifest(folder / MANIFEST))
             recent: dict[tuple[int, int], bytes] = {}
-            self.files = [
-                TensorFile(folder / file_name(i, self.places * self.world_size), i, recent, **file)
-                for i, file in enumerate(self.manifest["files"])]
+            files = self.manifest["files"]
+            self.files = [TensorFile(folder / file_name(i, len(files)), i, recent, **file)
+                          for i, file in enumerate(files)]
             for flat in self.flats:
                 self._check(flat)
         except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,

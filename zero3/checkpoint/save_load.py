@@ -182,7 +182,6 @@ class Saving:
         self.step = step
         self.keep = keep
         self.partial = partial_path(folder, step)
-        self.manifest: Manifest = {}
         # Closes and removes what this save has made, if it fails.
         self.undo = ExitStack()
         self.writer: Writer | None = None  # once it has reserved the disk space
@@ -226,8 +225,8 @@ class Saving:
         """
         #### Create the folder on rank 0, and describe this rank's model and optimizer
         """
-        self.manifest = {"step": self.step, "extra": encode(extra),
-                         "optimizer": self.entries.options()}
+        self.manifest: Manifest = {"step": self.step, "extra": encode(extra),
+                                   "optimizer": self.entries.options()}
         if self.entries.comm.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Without the lock, the cleaning could remove another run's files.
@@ -308,22 +307,16 @@ class Saving:
                            key=operator.itemgetter(0))
             self.manifest["files"] = [each for _, each in every if each]
             with self._on_all_ranks():
-                self._commit()
+                if self.entries.comm.is_first:
+                    commit_checkpoint(self.partial, self.manifest)
+                    # If one cannot be removed now, the next save tries again.
+                    with suppress(OSError):
+                        for path in [*steps(self.folder).values()][: -self.keep]:
+                            remove(path)
             self.complete.set_result(self.partial.with_suffix(""))
             # Let go of the model: `_LAST_SAVES` and the hook keep this object.
             del self.entries
         return self.complete.result()
-
-    def _commit(self) -> None:
-        """
-        #### Make the folder a checkpoint, and remove the oldest ones (on rank 0)
-        """
-        if self.entries.comm.is_first:
-            commit_checkpoint(self.partial, self.manifest)
-            # If one cannot be removed now, the next save tries again.
-            with suppress(OSError):
-                for path in [*steps(self.folder).values()][: -self.keep]:
-                    remove(path)
 
     @contextmanager
     def _on_all_ranks(self) -> Iterator[None]:
@@ -451,7 +444,8 @@ def _random_states_of(checkpoint: CheckpointReader, entries: Entries) -> dict[st
     #### This rank's random number states from a checkpoint
     """
     comm = entries.comm
-    same = (checkpoint.places, checkpoint.world_size) == (comm.stages.size, comm.world_size)
+    same = (checkpoint.manifest["places"] == comm.stages.size
+            and checkpoint.world_size == comm.world_size)
     found = checkpoint.files[entries.file_number if same else 0].header.get("__metadata__", {})
     own = found.get(_random_key(comm.replicas.rank))
     if own and same:
