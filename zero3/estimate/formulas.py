@@ -208,9 +208,6 @@ class Place:
         """
         return {tier: sum(kinds.values()) for tier, kinds in self.parts.items()}
 
-    def fits(self, has: dict[str, float]) -> bool:
-        return all(need <= has.get(tier, 0.0) for tier, need in self.needs.items())
-
 
 def places(params: float,
            ranks: int,
@@ -294,7 +291,8 @@ def advise(params: float,
       share those of "cpu" and "nvme"
     """
     mine = {tier: n if tier == "device" else n / ranks for tier, n in has.items()}
-    return next((place for place in places(params, ranks, layers) if place.fits(mine)), None)
+    return next((place for place in places(params, ranks, layers)
+                 if all(need <= mine.get(tier, 0.0) for tier, need in place.needs.items())), None)
 
 
 def number(text: str) -> float:

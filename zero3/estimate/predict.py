@@ -402,7 +402,7 @@ class Step:
 
     def compute(self, layer: StepLayer, backward: bool, reduces: bool) -> None:
         """
-        #### Free a layer after it has computed, and reduce its gradient
+        #### Free a layer after it has computed, and put its gradient into a bucket
         """
         has_grad = layer.trains and backward
         if has_grad and not layer.has_full_grad:
@@ -410,17 +410,12 @@ class Step:
             self.memory.append(layer.full_grad_bytes)
         self.memory.append(-layer.full_bytes)
         if has_grad and reduces:
-            self.put_into_bucket(layer)
-
-    def put_into_bucket(self, layer: StepLayer) -> None:
-        """
-        #### A gradient that fills a bucket alone goes at once; others wait until they fill one
-        """
-        self.waiting.append(layer)
-        for layers in ([layer], self.waiting):
-            if sum(each.full_grad_bytes for each in layers) >= self.bucket_bytes:
-                self.reduce(layers)
-                return
+            self.waiting.append(layer)
+            # A gradient that fills a bucket alone goes at once; others wait until they fill one.
+            for layers in ([layer], self.waiting):
+                if sum(each.full_grad_bytes for each in layers) >= self.bucket_bytes:
+                    self.reduce(layers)
+                    return
 
     def reduce(self, layers: list[StepLayer]) -> None:
         """
