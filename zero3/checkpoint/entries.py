@@ -274,10 +274,10 @@ class Entries(Named):
                 if piece.positions and (moments or others):
                     keys |= {key: type_name(value.dtype)
                              for key, value in moments.items()}
-                    scalars = {key: encode(value, key)
-                               for key, value in others.items()}
-                    states.append({"param_group": piece.group_index, "moments": [*moments],
-                                   "scalars": scalars, "params": piece.positions})
+                    states.append({
+                        "param_group": piece.group_index, "moments": [*moments],
+                        "scalars": {key: encode(value, key) for key, value in others.items()},
+                        "params": piece.positions})
             numel = flat.params[-1].slot.end
             described.append({
                 "place": self.place,
@@ -488,8 +488,7 @@ class Entries(Named):
         first_state_of = cache(self._first_state)
         for own in self.params:
             # A parameter that no step has used has no state.
-            has_state = own.found.states["moments"] or own.found.states["scalars"]
-            if own.group is not None and has_state:
+            if own.group is not None and any(own.found.states.values()):
                 _check_states(own, first_state_of(own.group, own.slot.view.dim()))
         for flat in self.flats:
             if not flat.owned:

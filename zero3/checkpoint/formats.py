@@ -500,14 +500,12 @@ def _dcp_keys(metadata: dcp.Metadata) -> tuple[DcpKeys, DcpKeys]:
             is_path = path[-3:-2] == ["state"]
             if is_path:
                 name, key = path[-2:]
-            is_state = is_tensor or is_path
             # Options that were flattened are those of a parameter.
-            if is_state and not rest.startswith("param_groups."):
+            if (is_tensor or is_path) and not rest.startswith("param_groups."):
                 keys[name, key] = dcp_key
-        elif is_tensor and not nested:
-            keys[".".join(path), "param"] = dcp_key
-        elif is_tensor and "model" in path:
-            keys[".".join(path[path.index("model") + 1 :]), "param"] = dcp_key
+        elif is_tensor and (not nested or "model" in path):
+            parts = path[path.index("model") + 1 :] if nested else path
+            keys[".".join(parts), "param"] = dcp_key
     return keys, options
 
 

@@ -439,18 +439,19 @@ class CheckpointReader(Listing):
         ends = [0, *(entry["offset"] + math.prod(entry["shape"])
                      for entry in flat["params"])]
         # On an accelerator there may be padding between two parameters.
-        good = all(entry["names"] and min(entry["shape"], default=0) >= 0 and entry["offset"] >= end
-                   and entry["param_group"] in (None, *range(len(groups)))
-                   for entry, end in zip(flat["params"], ends, strict=False))
+        in_order = all(
+            entry["names"] and min(entry["shape"], default=0) >= 0 and entry["offset"] >= end
+            and entry["param_group"] in (None, *range(len(groups)))
+            for entry, end in zip(flat["params"], ends, strict=False))
         whole_shards = (ends[-1] + flat["padding"]) % self.world_size == 0
         # A state that is missing here would be missing in training, too.
         moments = {key for states in flat["states"] for key in states["moments"]}
-        good = (good and ends[-1] == flat["numel"] and flat["padding"] >= 0 and whole_shards
-                and {"param", *moments} == {*flat["keys"]})
         widest = max(TYPES[dtype].itemsize
                      for dtype in (flat["dtype"], *flat["keys"].values()))
         shortest_bytes = min(file.nbytes for file in self.files_at(flat["place"]))
-        if not good or self._shard_numel(flat) * widest > shortest_bytes:
+        if not (in_order and ends[-1] == flat["numel"] and flat["padding"] >= 0 and whole_shards
+                and {"param", *moments} == {*flat["keys"]}
+                and self._shard_numel(flat) * widest <= shortest_bytes):
             raise ValueError(f"layer `{flat['layer']}` does not add up")
 
     def files_at(self, place: int) -> list[TensorFile]:
