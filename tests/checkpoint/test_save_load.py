@@ -506,6 +506,20 @@ def test_a_rank_of_padding_alone_loads_moments_of_the_same_type(tmp_path, make, 
     assert one == other and {*other.values()} == {FP32}
 
 
+def test_layers_of_two_data_types_are_loaded_into_one_without_rounding(tmp_path):
+    """
+    A layer in bf16 and one in fp32 are saved, and are one layer in fp32 where they are loaded.
+    Breaks where the shard is read in the data type of its first parameter.
+    Proves `Entries.shard`.
+    """
+    layers = [nn.Sequential(nn.Linear(3, 3).to(dtype)) for dtype in (BF16, FP32)]
+    model = Zero3Sequential([Zero3Layer(layer) for layer in layers])
+    save(tmp_path, model, step=1)
+    other = Zero3Layer(nn.Sequential(*(nn.Sequential(nn.Linear(3, 3)) for _ in range(2))))
+    load(tmp_path, other)
+    assert same(weights(other), {name: p.float() for name, p in weights(model).items()})
+
+
 def test_a_range_of_a_parameter_is_read_from_its_own_blocks(tmp_path, monkeypatch):
     """
     The bound in `tensor_files.py`: n bytes are in n / 2^20 blocks, rounded up, and one more. Breaks
