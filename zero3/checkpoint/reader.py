@@ -449,7 +449,8 @@ class CheckpointReader(Listing):
         widest = max(TYPES[dtype].itemsize
                      for dtype in (flat["dtype"], *flat["keys"].values()))
         shortest_bytes = min(file.nbytes for file in self.files_at(flat["place"]))
-        if not (in_order and ends[-1] == flat["numel"] and flat["padding"] >= 0 and whole_shards
+        if not (in_order and whole_shards
+                and ends[-1] == flat["numel"] and flat["padding"] >= 0
                 and {"param", *moments} == {*flat["keys"]}
                 and self._shard_numel(flat) * widest <= shortest_bytes):
             raise ValueError(f"layer `{flat['layer']}` does not add up")
