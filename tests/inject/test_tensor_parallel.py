@@ -261,7 +261,7 @@ def test_ranks_with_some_of_the_positions_train_the_weights_of_the_plain_model(w
     `SequenceBorder.gathered`, `SequenceBorder.summed`, `SequenceBorder.begin`,
     `SequenceBorder.end`, `InStream`, `StreamBegin`, `StreamEnd`, `SummedWeights`,
     `PartialDropout`, `PartialDropout.forward`, `exchanged`, `own_class`, `become`,
-    `Line.reduce_scatter`, `Line.border_of`.
+    `Line.reduce_scatter`.
     """
     for worst in run(sequence_alone, 2, which, more, length):
         assert worst < 1, worst

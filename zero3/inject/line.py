@@ -80,6 +80,7 @@ class Line:
         self.twins = WeakTensorKeyDictionary()
         self.patterns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of split modules
         self.border = Border(self)
+        # By a module of a stream: its border, which is another one.
         self.borders: WeakKeyDictionary[nn.Module, Border] = WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict) -> "Line":
@@ -164,20 +165,14 @@ class Line:
 
     def _count(self, event: str, nbytes: int, sent_bytes: int) -> None:
         if self.model is not None:
-            sent = Counted(sent_bytes=sent_bytes, messages=1)
-            self.model.listener.record(self, event, nbytes, sent)
+            self.model.listener.record(self, event, nbytes,
+                                       Counted(sent_bytes=sent_bytes, messages=1))
 
     def connect(self, model: nn.Module) -> None:
         """
         ### Tell the layers of a sharded model who has the other parts of its weights
         """
         connect(model)
-
-    def border_of(self, module: nn.Module) -> "Border":
-        """
-        ### What is exchanged where the split layers of a module begin and end
-        """
-        return self.borders.get(module, self.border)
 
     def prepare(self, model: nn.Module, classes: dict[nn.Module, Any]) -> None:
         """

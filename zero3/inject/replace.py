@@ -48,7 +48,7 @@ is not recompiled.
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -109,7 +109,7 @@ class Policy:
         return next((base for base in kind.__mro__
                      if base in self.replaces or full_name(base) in self.replaces), None)
 
-    def new_class(self, kind: type[nn.Module]) -> type:
+    def new_class(self, kind: type[nn.Module]) -> type[Replacement]:
         """
         ### The class of a replaced module: the methods of the replacement, in front of its own
         """
@@ -121,8 +121,8 @@ class Policy:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self.by.forward(module, *args, **kwargs)
 
-        members = {**options, "forward": forward}
-        return type(f"{self.name}({kind.__name__})", (self.by, kind), members)
+        return cast(type[Replacement], type(f"{self.name}({kind.__name__})", (self.by, kind),
+                                            {**options, "forward": forward}))
 
 
 class Finding(NamedTuple):
@@ -246,8 +246,7 @@ def _problem(module: nn.Module, policy: Policy) -> str:
     for owner, names in (*owners, ("this one", vars(module))):
         if other := methods & {*names}:
             return f"{owner} has a `{min(other)}` of its own"
-    new_class: Any = policy.new_class(kind)
-    return new_class.problem(module)
+    return policy.new_class(kind).problem(module)
 
 
 def become(module: nn.Module, by: type[Replacement], **options: Any) -> None:

@@ -89,9 +89,8 @@ class Stream:
         """
         ### The blocks, in their order, and the module that the stream ends with
         """
-        blocks = [*cast(nn.ModuleList, module.get_submodule(self.blocks))]
         last = [module.get_submodule(self.last)] if self.last else []
-        return [*blocks, *last]
+        return [*cast(nn.ModuleList, module.get_submodule(self.blocks)), *last]
 
     def inside(self, module: nn.Module,
                split: Mapping[nn.Module, Any]) -> Iterator[nn.Module]:
@@ -146,7 +145,7 @@ class Stream:
         ### Give the modules of the stream their new classes
         """
         along = self.along(module)
-        border = line.border_of(along[0])
+        border = line.borders[along[0]]
         for each in dict.fromkeys(self.inside(module, line.patterns)):
             names = tuple(name for name, p in each._parameters.items()
                           if p is not None)

@@ -151,7 +151,7 @@ class Split(Replacement):
     def begin(self) -> None:
         if self.pattern.stream:
             self.pattern.stream.begin(self, self.line)
-        self.border = self.line.border_of(self)
+        self.border = self.line.borders.get(self, self.line.border)
         parts = [*self.pattern.parts(self)]
         self.whole_values = {name: value for name in self.pattern.divided
                              if (value := _attribute(self, name)) is not None}
