@@ -250,7 +250,7 @@ def test_each_call_is_right_alone(folder, ours):
     """
     DDP around the plain model and nothing around the sharded one; full gradients are held back,
     unless each micro-batch is reduced; all weights and buffers are on the first rank.
-    Proves `Accelerator.prepare_model`, `Accelerator.no_sync`, `whole_weights`.
+    Proves `Accelerator.prepare_model`, `Accelerator.no_sync`, `Accelerator.get_state_dict`.
     """
     for rank, found in enumerate(ours):
         assert found["kinds"] == ("Zero3Model", "Prepared", "DistributedDataParallel")

@@ -299,29 +299,20 @@ class Accelerator(accelerate.Accelerator):
         """
         if not isinstance(model, ShardedModel):
             return super().get_state_dict(model, unwrap)
-        return whole_weights(model, self.is_main_process)
-
-
-def whole_weights(model: ShardedModel, here: bool) -> dict[str, torch.Tensor]:
-    """
-    ## The parameters and buffers of a model, in CPU memory
-
-    * `here` says whether this rank wants them; all ranks call it (an all-gather for each layer)
-    """
-    found: dict[str, torch.Tensor] = {}
-    # A tensor with several names is copied once.
-    copies: dict[torch.Tensor, torch.Tensor] = {}
-    for prefix, layer in model.named_layers():
-        with layer.full_params() as params:
-            if not here:
-                continue
-            for name, tensor in {**params, **buffers_of(layer.module)}.items():
-                if tensor not in copies:
-                    copies[tensor] = tensor.detach().to("cpu", copy=True)
-                found[prefix + name] = copies[tensor]
-    # Names that a layer does not know, of parameters that it shares with others.
-    tied = getattr(model, "tied", {})
-    return found | {name: copies[param] for name, param in tied.items() if param in copies}
+        found: dict[str, torch.Tensor] = {}
+        # A tensor with several names is copied once.
+        copies: dict[torch.Tensor, torch.Tensor] = {}
+        for prefix, layer in model.named_layers():
+            with layer.full_params() as params:
+                if not self.is_main_process:
+                    continue
+                for name, tensor in {**params, **buffers_of(layer.module)}.items():
+                    if tensor not in copies:
+                        copies[tensor] = tensor.detach().to("cpu", copy=True)
+                    found[prefix + name] = copies[tensor]
+        # Names that a layer does not know, of parameters that it shares with others.
+        tied = getattr(model, "tied", {})
+        return found | {name: copies[param] for name, param in tied.items() if param in copies}
 
 
 @contextmanager
@@ -365,16 +356,11 @@ class Prepared(AcceleratedOptimizer):
     scheduler does not advance then.
     """
 
-    was_skipped = False
-
     def step(self, closure: Any = None) -> None:
         """
         ### Step, if this was the last micro-batch
         """
         before = self.optimizer.skipped_steps
         super().step(closure)
-        self.was_skipped = self.optimizer.skipped_steps > before
-
-    @property
-    def step_was_skipped(self) -> bool:
-        return self.was_skipped
+        # accelerate's `step_was_skipped` returns it.
+        self._is_overflow = self.optimizer.skipped_steps > before

@@ -129,10 +129,9 @@ class _Boxes(dcp.DefaultSavePlanner):
         # Where the values of each box are: the number of the flat parameter, the key, and the range
         # of the shard; and the size of the box.
         self.places: dict[MetadataIndex, tuple[int, str, slice, torch.Size]] = {}
-        # The flat parameter whose states are in memory, until the next one is needed.
+        # By its number, the flat parameter whose states are in memory until the next one is needed.
         self.open = ExitStack()
-        self.number = -1
-        self.here: list[Here] = []
+        self.here: dict[int, list[Here]] = {}
         self.written = torch.empty(0, device="cpu")
 
     def create_local_plan(self) -> SavePlan:
@@ -140,12 +139,9 @@ class _Boxes(dcp.DefaultSavePlanner):
         ### List the boxes of this rank, one flat parameter after the other
         """
         plan = super().create_local_plan()
-        self.plan = replace(plan, items=[
-            box
-            for item in plan.items
-            for box in self._boxes(item)])
-        self.plan.items.sort(
-            key=lambda item: self.places.get(item.index, (-1,))[0])
+        found = [box for item in plan.items for box in self._boxes(item)]
+        self.plan = replace(plan, items=sorted(
+            found, key=lambda item: self.places.get(item.index, (-1,))[0]))
         return self.plan
 
     def _boxes(self, item: WriteItem) -> list[WriteItem]:
@@ -188,16 +184,15 @@ class _Boxes(dcp.DefaultSavePlanner):
             return super().resolve_data(write_item)
         number, key, where, sizes = self.places[write_item.index]
         flat = self.own[number]
-        if number != self.number:
+        if number not in self.here:
             self.open.close()
-            self.here = self.open.enter_context(self.entries.here(flat))
-            self.number = number
+            self.here = {number: self.open.enter_context(self.entries.here(flat))}
         # The writer keeps a reference to all that it has written, so free the memory.
         in_flight.free(self.written)
         dtype = self.state_dict[write_item.index.fqn].dtype
         self.written = torch.empty(length(where), dtype=dtype, device="cpu")
         # A box may begin in one piece of the optimizer's and end in another.
-        for cut, values in self.entries.values(flat, key, dtype, self.here):
+        for cut, values in self.entries.values(flat, key, dtype, self.here[number]):
             self.written[inside(where, cut)] = values[inside(cut, where)]
         return self.written.view(sizes)
 
