@@ -162,7 +162,7 @@ def test_what_is_wrong_on_one_rank_alone_ends_all_of_them_with_its_reason(tmp_pa
     Before the process group is up: a text that is not on the machine of rank 1, options that
     differ, a rank that never starts. One line, not the words of gloo. Breaks where a rank leaves
     without a word to the others, or does not compare.
-    Proves `agree`, `check_alike`, `fresh_store`, `job.main`.
+    Proves `agree`, `Job.train_and_finish`, `fresh_store`, `job.main`.
     """
     argv = [*SHORT, "--out", str(tmp_path / "out"), "--timeout", "3"]
     three = [*argv, "--batch", "6"]

@@ -357,8 +357,6 @@ class Job:
     held_out: torch.Tensor
     run: Run = dataclasses.field(default_factory=Run)
     came: list[int] = dataclasses.field(default_factory=list)  # signals to end the run
-    # So that the same command skips this model.
-    saves_end: bool = False
     model: Zero3Sequential = dataclasses.field(init=False)
     compression: Compression | None = None
     optimizer: Zero3Optimizer = dataclasses.field(init=False)
@@ -378,22 +376,28 @@ class Job:
                 Path(out).mkdir(exist_ok=True)
                 self.ranks.say(f"\n--compress {recipe}")
             args = argparse.Namespace(**vars(self.args) | {"compress": recipe, "out": out})
-            job = dataclasses.replace(self, args=args, run=Run(), saves_end=several)
-            code = job.train_and_finish()
+            job = dataclasses.replace(self, args=args, run=Run())
+            code = job.train_and_finish(several)
             if code:
                 return code
         if several and not self.ranks.rank:
             compressed.compare(Path(self.args.out), recipes)
         return 0
 
-    def train_and_finish(self) -> int:
+    def train_and_finish(self, saves_end: bool) -> int:
         """
         ### From the first step to the last one, or to a signal
+
+        * `saves_end` saves the end of the run, so that the same command skips this model
 
         Returns the exit code.
         """
         try:
-            check_alike(self.args, self.ranks)
+            # Paths may differ between machines.
+            mine = {option(name): value for name, value in vars(self.args).items()
+                    if name not in ("text", "out", "offload_folder", "resume")}
+            same("the ranks have different options", range(self.ranks.world_size),
+                 self.ranks.gather(mine), "start all machines with the same command", ValueError)
             self.begin()
         except ValueError as error:
             # Every rank has raised it.
@@ -405,7 +409,7 @@ class Job:
             code = self.train(show, tape)
         if tape.events:
             self.finish(tape)
-            if self.args.save_every or begun or self.saves_end:
+            if self.args.save_every or begun or saves_end:
                 self.save(", the end of this run")
         return code
 
@@ -573,10 +577,10 @@ class Job:
         step = len(self.run.losses)
         recent = self.run.losses[self.run.held_out[-1][0] if self.run.held_out else 0 :]
         self.run.held_out.append((step, held_out))
-        show(step, sum(recent) / len(recent), held_out, self.tokens(step) / self.run.train_s)
+        show(step, sum(recent) / len(recent), held_out, self.tokens_per_s())
 
-    def tokens(self, steps: int) -> int:
-        return self.args.batch * self.args.seq_len * steps
+    def tokens_per_s(self) -> float:
+        return self.args.batch * self.args.seq_len * len(self.run.losses) / self.run.train_s
 
     def save(self, then: str) -> None:
         """
@@ -600,9 +604,9 @@ class Job:
             (self.predicted(), measured(tape, self.ranks.rank), tape.events))
         predicted, held, tapes = (list(each) for each in zip(*found, strict=True))
         generator = torch.Generator().manual_seed(self.args.seed)
-        prompt = self.args.prompt.encode(errors="surrogateescape")
-        sample = gpt.sample(self.model, prompt, self.args.sample, self.args.seq_len, 0.5, generator,
-                            self.ranks.device).decode(errors="replace")
+        sample = gpt.sample(
+            self.model, self.args.prompt.encode(errors="surrogateescape"), self.args.sample,
+            self.args.seq_len, 0.5, generator, self.ranks.device).decode(errors="replace")
         sizes = None
         if self.compression is not None:
             sizes = compressed.finish(
@@ -671,23 +675,10 @@ class Job:
             "device": device,
             "torch": torch.__version__,
             "commit": commit_name(),
-            "tokens_per_s": self.tokens(self.args.steps) / self.run.train_s,
+            "tokens_per_s": self.tokens_per_s(),
             "loss_unit": "bits per byte",
             "losses": self.run.losses,
             "held_out": self.run.held_out,
             "skipped_steps": self.optimizer.skipped_steps,
             "loss_scale": self.optimizer.loss_scale,
         }
-
-
-def check_alike(args: argparse.Namespace, ranks: Ranks) -> None:
-    """
-    ## Refuse ranks that were started with different options
-
-    Raises `ValueError` on all ranks.
-    """
-    # Paths may differ between machines.
-    mine = {option(name): value for name, value in vars(args).items()
-            if name not in ("text", "out", "offload_folder", "resume")}
-    same("the ranks have different options", range(ranks.world_size), ranks.gather(mine),
-         "start all machines with the same command", ValueError)
