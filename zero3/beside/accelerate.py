@@ -96,8 +96,8 @@ class Accelerator(accelerate.Accelerator):
               "`mixed_precision` of \"no\" or \"bf16\"", repr(self.mixed_precision),
               "for fp16 call `model.half()` before `wrap`, and pass "
               "`loss_scale=\"dynamic\"` to `Zero3Optimizer`")
-        is_plain = self.distributed_type not in _OTHERS and self.parallelism_config is None
-        check(is_plain, "the Accelerator cannot shard what another library shards",
+        check(self.distributed_type not in _OTHERS and self.parallelism_config is None,
+              "the Accelerator cannot shard what another library shards",
               "no plugin of FSDP, DeepSpeed or Megatron-LM, and no `parallelism_config`",
               self.distributed_type.value, "leave them out, also in the file that "
               "`accelerate config` has written")
@@ -128,8 +128,8 @@ class Accelerator(accelerate.Accelerator):
               f"shards on {self.device}", sorted(devices),
               "call `model.to(accelerator.device)` before `wrap`")
         dtypes = {flat.full.dtype for layer in model.sharded_layers for flat in layer.flats}
-        is_right = self.mixed_precision == "no" or torch.bfloat16 in dtypes
-        check(is_right, "the Accelerator cannot train this model in mixed precision",
+        check(self.mixed_precision == "no" or torch.bfloat16 in dtypes,
+              "the Accelerator cannot train this model in mixed precision",
               "a model in bf16", sorted(map(str, dtypes)), "call `model.bfloat16()` before `wrap`; "
               "`Zero3Optimizer` keeps fp32 masters")
         if model not in self._models:
@@ -218,8 +218,8 @@ class Accelerator(accelerate.Accelerator):
                 optimizer.scaled or optimizer.offload.tier != "device"):
             return model.clip_grad_norm_(max_norm, norm_type)
         # Nobody clips by infinity: Hugging Face's `Trainer` asks for the norm like this.
-        same = max_norm == optimizer.clip_grad_norm or max_norm == math.inf
-        check(same, "the Accelerator cannot clip gradients that are scaled or rest elsewhere",
+        check(max_norm in (optimizer.clip_grad_norm, math.inf),
+              "the Accelerator cannot clip gradients that are scaled or rest elsewhere",
               f"`Zero3Optimizer(clip_grad_norm={max_norm})`, which clips in its step",
               optimizer.clip_grad_norm, "pass it when you build the optimizer")
         return None
@@ -335,17 +335,14 @@ def plain_modules(model: Zero3Model) -> Iterator[nn.Module]:
     plain = model.module.module
     places = [(owner, name, child) for owner in plain.modules()
               for name, child in owner._modules.items() if isinstance(child, Sharded)]
-    for owner, name, unit in places:
-        owner._modules[name] = unit.module
-    try:
-        with ExitStack() as shown:
-            for unit in model.units:
-                # Somebody may ask parameters for their data type.
-                shown.enter_context(unit.guard)
-            yield plain
-    finally:
+    with ExitStack() as shown:
         for owner, name, unit in places:
-            owner._modules[name] = unit
+            owner._modules[name] = unit.module
+            shown.callback(owner._modules.update, {name: unit})
+        for unit in model.units:
+            # Somebody may ask parameters for their data type.
+            shown.enter_context(unit.guard)
+        yield plain
 
 
 class Prepared(AcceleratedOptimizer):

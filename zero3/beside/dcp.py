@@ -171,8 +171,8 @@ class _Boxes(dcp.DefaultSavePlanner):
             index = MetadataIndex(dcp_key, chunk.offsets)
             where = slice(at, at + math.prod(chunk.sizes))
             self.places[index] = (param.flat, key, where, chunk.sizes)
-            data = replace(item.tensor_data, chunk=chunk)
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+            items.append(WriteItem(index, WriteItemType.SHARD,
+                                   tensor_data=replace(item.tensor_data, chunk=chunk)))
             at = where.stop
         return items
 

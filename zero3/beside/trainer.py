@@ -139,10 +139,9 @@ class Trainer(transformers.Trainer):
             make, options = (self.optimizer_cls_and_kwargs
                              or self.get_optimizer_cls_and_kwargs(self.args, self.model))
             # Norms and biases do not decay.
-            decay = self.args.weight_decay
             self.optimizer = Zero3Optimizer(
-                self.model, make, **options,
-                group_by=lambda name, _: {"weight_decay": decay * (name in self.decays)})
+                self.model, make, **options, group_by=lambda name, _: {
+                    "weight_decay": self.args.weight_decay * (name in self.decays)})
         return self.optimizer
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

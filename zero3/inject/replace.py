@@ -187,9 +187,9 @@ def _check(model: nn.Module,
            f"{'; '.join(unfit[:5])}, {len(unfit)} in all", "pass `strict=False` to leave these as "
            "they are, or leave the policy out")
     for policy in policies:
-        found = any(line.policy == policy.name for line in lines)
         kinds = ", ".join(str(getattr(kind, "__name__", kind)) for kind in policy.replaces)
-        expect(found, f"inject: the policy `{policy.name}`", f"modules of {kinds}",
+        expect(any(line.policy == policy.name for line in lines),
+               f"inject: the policy `{policy.name}`", f"modules of {kinds}",
                f"none in this {type(model).__name__}", "leave the policy out, or pass it the class "
                "that has the same forward")
 
