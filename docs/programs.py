@@ -37,7 +37,6 @@ from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.estimate.predict import predict
 from zero3.inject import inject, policies, restore
 from zero3.inject.cross_entropy import chunked_cross_entropy
-from zero3.inject.replace import full_name
 from zero3.inject.sequence import Stream
 from zero3.inject.tensor import Pattern
 from zero3.offload.activations import Activations
@@ -557,7 +556,7 @@ def split() -> None:
     """
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     network = Pattern(columns=("up",), rows=("down",))
-    stream = Pattern(stream=Stream("blocks", "norm", classes=(full_name(Block),)))
+    stream = Pattern(stream=Stream("blocks", "norm", classes=(torch.typename(Block),)))
     for name, patterns in (("whole", {Network: network}),
                            ("by positions", {Network: network, Blocks: stream})):
         torch.manual_seed(0)

@@ -367,7 +367,7 @@ def test_a_policy_that_does_not_fit_is_refused_by_name(build, policy, why):
     The error names module, class, policy and reason, and the model is as before: also the modules
     that the policy would fit. With `strict=False` these are replaced, and the report says which are
     not and why.
-    Proves `inject`, `replace.report`, `Finding`, `Replacement.problem`, `_problem`, `full_name`.
+    Proves `inject`, `replace.report`, `Finding`, `Replacement.problem`, `_problem`.
     """
     fitting = [Same(), MultiHeadAttention(2, WIDTH, 0.0)]
     model = nn.ModuleDict({"fitting": nn.ModuleList(fitting), "unfit": build()})

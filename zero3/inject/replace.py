@@ -50,6 +50,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import nn
 
 from zero3.guards.moments import is_sharded
@@ -92,8 +93,9 @@ class Policy:
     """
     ## Which classes get which replacement
 
-    * `replaces` has classes, or their full names, so that no library has to be imported for it.
-      Each comes with the options for modules of this class: attributes of the new class
+    * `replaces` has classes, or their full names by `torch.typename`, so that no library has to be
+      imported for it. Each comes with the options for modules of this class: attributes of the new
+      class
     """
 
     name: str
@@ -107,14 +109,14 @@ class Policy:
         ### The class that a module's class is or inherits from, of those that this policy replaces
         """
         return next((base for base in kind.__mro__
-                     if base in self.replaces or full_name(base) in self.replaces), None)
+                     if base in self.replaces or torch.typename(base) in self.replaces), None)
 
     def new_class(self, kind: type[nn.Module]) -> type[Replacement]:
         """
         ### The class of a replaced module: the methods of the replacement, in front of its own
         """
         base: Any = self.base_of(kind)
-        options = self.replaces[base if base in self.replaces else full_name(base)]
+        options = self.replaces[base if base in self.replaces else torch.typename(base)]
 
         # With the signature of its own, which a model's `generate` and trainers ask for.
         @functools.wraps(kind.forward)
@@ -265,10 +267,3 @@ def own_class(module: nn.Module) -> type:
     ## The class that a module has without policies
     """
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, Replacement))
-
-
-def full_name(kind: type) -> str:
-    """
-    ## The name of a class with its module's, as policies and patterns give it
-    """
-    return f"{kind.__module__}.{kind.__qualname__}"

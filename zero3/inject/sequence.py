@@ -60,7 +60,7 @@ from torch.nn import functional as F
 
 from zero3.guards.options import expect
 from zero3.inject.line import Border, Line, Swap
-from zero3.inject.replace import Replacement, become, full_name, own_class
+from zero3.inject.replace import Replacement, become, own_class
 
 # How the classes of known streams name the states that they are called with.
 _STATES = ("hidden_states", "x", "query", "key", "value")
@@ -122,7 +122,7 @@ class Stream:
             for name in self.absent:
                 if getattr(each, name, None) is not None:
                     yield f"its {kind.__name__} has a `{name}`"
-            known = kind in _POSITIONWISE or full_name(kind) in self.classes
+            known = kind in _POSITIONWISE or torch.typename(kind) in self.classes
             if each not in split and not known:
                 yield f"its {kind.__name__} may need all positions"
             if "forward" in vars(each):
@@ -339,10 +339,8 @@ class PartialDropout(Replacement):
         shape[self.dim] = sum(sizes)
         # A mask is drawn in the order of memory, so the whole mask has the order that `x` has.
         order = sorted(range(x.dim()), key=x.stride, reverse=True)
-        ones = x.detach().new_ones([shape[each] for each in order])
-        mask = F.dropout(ones, self.p).permute(
-            [order.index(each) for each in range(x.dim())])
-        mine = mask.split(sizes, self.dim)[self.border.line.place]
+        ones = torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device).fill_(1)
+        mine = F.dropout(ones, self.p).split(sizes, self.dim)[self.border.line.place]
         return x * mine
 
 

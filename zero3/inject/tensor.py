@@ -69,7 +69,7 @@ from torch.nn import functional as F
 from zero3.comm.parts import WeightPart
 from zero3.guards.options import expect
 from zero3.inject.line import Border, Line, Swap
-from zero3.inject.replace import Replacement, become, full_name
+from zero3.inject.replace import Replacement, become
 from zero3.inject.sequence import PartialDropout, Stream, exchanged
 
 # Of each split parameter of a layer: the dimension that is split, and the number of blocks.
@@ -111,8 +111,7 @@ class Pattern:
                 (self.embeddings, VocabularyEmbedding, 0),
                 (self.heads, VocabularyHead, 0),
                 (self.shared, SharedConvolution, None)):
-            children = [_attribute(module, name) for name in names]
-            for child in filter(None, children):
+            for child in filter(None, [_attribute(module, name) for name in names]):
                 dims = {}
                 blocks = 1
                 if dim is not None:
@@ -336,7 +335,7 @@ def _conv1d(module: nn.Module) -> type | None:
     #### Hugging Face's `Conv1D`, which keeps the transposed weight, if a module is one
     """
     return next((kind for kind in type(module).__mro__
-                 if full_name(kind) == "transformers.pytorch_utils.Conv1D"), None)
+                 if torch.typename(kind) == "transformers.pytorch_utils.Conv1D"), None)
 
 
 def _attribute(module: Any, path: str) -> Any:
