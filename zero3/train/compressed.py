@@ -65,10 +65,10 @@ def rules_4_half(steps: int, config: gpt.GPTConfig) -> Rules:
     end = 2 * steps // 5
     # A row that is no multiple of 64 has one scale.
     group = None if config.d_model % 64 else 64
-    prune = Prune(0.5, scope="global", regrow=True, start=start, end=end)
-    quantize = Quantize(4, group=group, start_bits=8, start=start, end=end)
     # With one threshold, some matrices lose more than half, and some less.
-    return {"|".join(MATRICES): [prune, quantize]}
+    return {"|".join(MATRICES): [
+        Prune(0.5, scope="global", regrow=True, start=start, end=end),
+        Quantize(4, group=group, start_bits=8, start=start, end=end)]}
 
 
 def rules_rows_heads(steps: int, config: gpt.GPTConfig) -> Rules:
