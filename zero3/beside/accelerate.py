@@ -312,7 +312,10 @@ class Accelerator(accelerate.Accelerator):
                     found[prefix + name] = copies[tensor]
         # Names that a layer does not know, of parameters that it shares with others.
         tied = getattr(model, "tied", {})
-        return found | {name: copies[param] for name, param in tied.items() if param in copies}
+        return found | {
+            name: copies[param]
+            for name, param in tied.items()
+            if param in copies}
 
 
 @contextmanager

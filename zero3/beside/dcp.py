@@ -139,9 +139,13 @@ class _Boxes(dcp.DefaultSavePlanner):
         ### List the boxes of this rank, one flat parameter after the other
         """
         plan = super().create_local_plan()
-        found = [box for item in plan.items for box in self._boxes(item)]
+        found = [
+            box
+            for item in plan.items
+            for box in self._boxes(item)]
         self.plan = replace(plan, items=sorted(
-            found, key=lambda item: self.places.get(item.index, (-1,))[0]))
+            found,
+            key=lambda item: self.places.get(item.index, (-1,))[0]))
         return self.plan
 
     def _boxes(self, item: WriteItem) -> list[WriteItem]:
@@ -171,8 +175,10 @@ class _Boxes(dcp.DefaultSavePlanner):
             index = MetadataIndex(dcp_key, chunk.offsets)
             where = slice(at, at + math.prod(chunk.sizes))
             self.places[index] = (param.flat, key, where, chunk.sizes)
-            items.append(WriteItem(index, WriteItemType.SHARD,
-                                   tensor_data=replace(item.tensor_data, chunk=chunk)))
+            items.append(WriteItem(
+                index,
+                WriteItemType.SHARD,
+                tensor_data=replace(item.tensor_data, chunk=chunk)))
             at = where.stop
         return items
 

@@ -140,7 +140,10 @@ class Trainer(transformers.Trainer):
                              or self.get_optimizer_cls_and_kwargs(self.args, self.model))
             # Norms and biases do not decay.
             self.optimizer = Zero3Optimizer(
-                self.model, make, **options, group_by=lambda name, _: {
+                self.model,
+                make,
+                **options,
+                group_by=lambda name, _: {
                     "weight_decay": self.args.weight_decay * (name in self.decays)})
         return self.optimizer
 

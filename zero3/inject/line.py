@@ -165,8 +165,11 @@ class Line:
 
     def _count(self, event: str, nbytes: int, sent_bytes: int) -> None:
         if self.model is not None:
-            self.model.listener.record(self, event, nbytes,
-                                       Counted(sent_bytes=sent_bytes, messages=1))
+            self.model.listener.record(
+                self,
+                event,
+                nbytes,
+                Counted(sent_bytes=sent_bytes, messages=1))
 
     def connect(self, model: nn.Module) -> None:
         """

@@ -123,8 +123,10 @@ class Policy:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self.by.forward(module, *args, **kwargs)
 
-        return cast(type[Replacement], type(f"{self.name}({kind.__name__})", (self.by, kind),
-                                            {**options, "forward": forward}))
+        return cast(type[Replacement], type(
+            f"{self.name}({kind.__name__})",
+            (self.by, kind),
+            {**options, "forward": forward}))
 
 
 class Finding(NamedTuple):

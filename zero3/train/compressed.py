@@ -132,8 +132,10 @@ def compare(out: Path, recipes: list[str]) -> None:
                "file_bytes": (out / recipe / FILE).stat().st_size}
               for recipe, found in metrics.items()]
     run = metrics[recipes[-1]]
-    compared = {**{name: run[name] for name in ("ranks", "device", "torch", "commit")},
-                **{name: run["options"][name] for name in ("steps", "seed")}, "models": models}
+    compared = {
+        **{name: run[name] for name in ("ranks", "device", "torch", "commit")},
+        **{name: run["options"][name] for name in ("steps", "seed")},
+        "models": models}
     (out / COMPARED).write_text(json.dumps(compared, indent=1) + "\n")
     print()
     print_table([(recipe, cells, "") for recipe, *cells in compared_rows(compared)])

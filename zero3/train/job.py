@@ -393,8 +393,10 @@ class Job:
         """
         try:
             # Paths may differ between machines.
-            mine = {option(name): value for name, value in vars(self.args).items()
-                    if name not in ("text", "out", "offload_folder", "resume")}
+            mine = {
+                option(name): value
+                for name, value in vars(self.args).items()
+                if name not in ("text", "out", "offload_folder", "resume")}
             same("the ranks have different options", range(self.ranks.world_size),
                  self.ranks.gather(mine), "start all machines with the same command", ValueError)
             self.begin()
@@ -603,9 +605,9 @@ class Job:
             (self.predicted(), measured(tape, self.ranks.rank), tape.events))
         predicted, held, tapes = (list(each) for each in zip(*found, strict=True))
         generator = torch.Generator().manual_seed(self.args.seed)
-        sample = gpt.sample(
-            self.model, self.args.prompt.encode(errors="surrogateescape"), self.args.sample,
-            self.args.seq_len, 0.5, generator, self.ranks.device).decode(errors="replace")
+        prompt = self.args.prompt.encode(errors="surrogateescape")
+        sample = gpt.sample(self.model, prompt, self.args.sample, self.args.seq_len, 0.5, generator,
+                            self.ranks.device).decode(errors="replace")
         sizes = None
         if self.compression is not None:
             sizes = compressed.finish(
