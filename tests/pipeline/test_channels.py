@@ -246,7 +246,7 @@ def test_three_stages_on_accelerators_make_the_same_groups():
     """
     Each way has one of its own. Breaks where ranks make other numbers of groups: torch's names of
     them differ then, and the ranks wait for each other.
-    Proves `Channels._data_groups`, `Channels._group`.
+    Proves `Channels.__init__`, `Channels._group`.
     """
     first, *others = run(groups_of_an_accelerator, 3)
     assert len({*first.values()}) == 4 and others == [first] * 2
@@ -432,7 +432,7 @@ def test_after_a_fault_a_new_pipeline_says_so():
     """
     The first one leaves messages that nobody has received, and is gone. Breaks where the second one
     takes its activations for its own, or where a rank waits for a fault that went with the first.
-    Proves I10, `Channels.fail`, `Channels.end`, `Channels._data_groups`, `Channels._group`,
+    Proves I10, `Channels.fail`, `Channels.end`, `Channels.__init__`, `Channels._group`,
     `timeout_of`, `Pipeline._run`.
     """
     for rank, (told, then) in enumerate(run(broken_then_new, 2)):

@@ -204,7 +204,7 @@ def test_uneven_and_frozen_stages_train_like_plain_pytorch(frozen, options):
     """
     A stage may be much larger than another one. The first or the last stage may be frozen: no
     gradient is sent to a stage whose outputs need none, and its rank has no optimizer states.
-    Proves I1, `stages.Plan`, `stages.Plan.__init__`, `Plan.own`, `Zero3Optimizer._squares`.
+    Proves I1, `stages.Plan`, `stages.Plan.__init__`, `Pipeline._build`, `Zero3Optimizer._squares`.
     """
     same([(gpt, (2, 1), 4, NAMES, frozen, torch.double, 3, options),
           (chain, (2, 1), 4, NAMES, frozen[:1], torch.double, 3,
@@ -309,7 +309,7 @@ def compositions(total, parts):
 
 def test_a_plan_knows_tied_weights_and_who_keeps_them():
     """
-    Proves `stages.Plan.__init__`, `Plan.own`, `holder`.
+    Proves `stages.Plan.__init__`, `holder`.
     """
     layers = gpt(0, torch.double)
     plan = Plan(layers, 2, [2, 3])
@@ -317,7 +317,7 @@ def test_a_plan_knows_tied_weights_and_who_keeps_them():
     # By its first name alone.
     assert plan.shapes["0.tokens.weight"] == (0, (TOKENS, WIDTH), torch.double)
     assert "4.linear.weight" not in plan.shapes and plan.shared_buffers == set()
-    assert plan.shapes["4.norm.weight"][0] == 1 and [*plan.own(1)] == [2, 3, 4]
+    assert plan.shapes["4.norm.weight"][0] == 1 and plan.owners == [0, 0, 1, 1, 1]
     names = [name for name, _ in holder(plan.tied).named_parameters(remove_duplicate=False)]
     assert names == ["0.tokens.weight", "4.linear.weight"]
     assert Plan(layers, 1, [5]).ends == (0, 0) and not Plan(chain(0, torch.double), 1, [5]).tied

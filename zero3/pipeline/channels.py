@@ -85,8 +85,18 @@ class Channels:
         self.line = line
         self.ranks = ranks
         self.device = device
+        # Which of them are on other nodes.
+        self.far = [node_of(rank) != node_of(line.global_rank) for rank in line.ranks]
         self.control = self._group(ranks, "gloo")
-        self.data = self._data_groups()
+        # The group of each way: whether of gradients, and whether to a later rank. All ranks make
+        # as many in the same order: torch numbers them, and ranks with other numbers would wait for
+        # each other.
+        ways = [(gradients, goes_on) for gradients in (False, True) for goes_on in (False, True)]
+        if device.type == "cpu":
+            # gloo tells activations and gradients apart by their tags.
+            self.data = dict.fromkeys(ways, self._group(line.ranks, None))
+        else:
+            self.data = {way: self._group(line.ranks, None) for way in ways}
         # The last descriptions, sent and received, by kind and stage of the receiving action.
         self._descriptions: dict[tuple[str, int], bytes] = {}
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
@@ -99,19 +109,6 @@ class Channels:
         made = dist.new_group(ranks, timeout=timeout, backend=backend,
                               use_local_synchronization=True)
         return Group(ranks, ranks.index(self.line.global_rank), weakref.ref(made))
-
-    def _data_groups(self) -> dict[tuple[bool, bool], Group]:
-        """
-        #### The process group of each way: whether of gradients, and whether to a later rank
-
-        gloo tells activations and gradients apart by their tags, so all ways share one group. All
-        ranks make as many groups in the same order: torch numbers them, and ranks with other
-        numbers would wait for each other.
-        """
-        ways = [(gradients, goes_on) for gradients in (False, True) for goes_on in (False, True)]
-        if self.device.type == "cpu":
-            return dict.fromkeys(ways, self._group(self.line.ranks, None))
-        return {way: self._group(self.line.ranks, None) for way in ways}
 
     def compare(self, problem: str,
                 batch: str,
@@ -168,9 +165,8 @@ class Channels:
             for tensor in parts:
                 self._isend(tensor, to, group, action.is_gradient)
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        far = node_of(self.line.ranks[to]) != node_of(self.line.global_rank)
         return Counted(sent_bytes=nbytes,
-                       between_bytes=nbytes * far,
+                       between_bytes=nbytes * self.far[to],
                        messages=len(tensors),
                        order_bytes=row.nbytes + told.nbytes)
 
@@ -201,7 +197,8 @@ class Channels:
             self._descriptions[action[:2]] = told.numpy().tobytes()
 
         def arrived(like: torch.Tensor) -> torch.Tensor:
-            found = torch.empty_like(like, device=self.device)
+            # Not `empty_like`, which torch computes in Python if `like` is on another device.
+            found = torch.empty(like.shape, dtype=like.dtype, device=self.device)
             self._recv(found, source,
                        self.data[gradients, source < self.line.rank],
                        gradients)
@@ -254,9 +251,8 @@ class Channels:
         gloo matches messages by their tags, and those of one tag by their order.
         """
         if tensor.numel():
-            peer = self.line.ranks[to]
             with self._explained():
-                work = dist.isend(tensor, peer, group.process_group,
+                work = dist.isend(tensor, self.line.ranks[to], group.process_group,
                                   tag=int(gradients))
             self._leaving.append((work, tensor))
 
@@ -268,9 +264,8 @@ class Channels:
         #### Ask for a message, and wait until it has filled a buffer, or its time is over
         """
         if buffer.numel():
-            peer = self.line.ranks[source]
             with self._explained():
-                work: Any = dist.irecv(buffer, peer, group.process_group,
+                work: Any = dist.irecv(buffer, self.line.ranks[source], group.process_group,
                                        tag=int(gradients))
                 work.wait(self.control.timeout)
 

@@ -72,6 +72,7 @@ from zero3.pipeline.stages import (
     StageLayer,
     balanced,
     holder,
+    layer_of,
     names_of,
     untie,
 )
@@ -141,7 +142,8 @@ class Pipeline(ShardedModel):
         self.names = {names[0]: names for names in plan.names.values()}
         self.loss_fn = loss_fn
         self._micro_batches = micro_batches
-        self.shared_buffers = plan.shared_buffers
+        self.shared_buffers = [name for name in plan.shared_buffers
+                               if plan.owners[layer_of(name)] == self.place]
         self.holds = gathers != "each"
         options = (schedule, self.ranks, micro_batches, self.count // self.ranks, gathers,
                    plan.ends)
@@ -163,7 +165,8 @@ class Pipeline(ShardedModel):
         """
         #### Shard the layers of this rank's stages, and its tied weights
         """
-        own = plan.own(self.place)
+        own = {i: layer for i, layer in enumerate(plan.layers)
+               if plan.owners[i] == self.place}
         untie(own.values(), plan.tied)
         built = {i: make(layer, offload=offload) for i, layer in own.items()}
         self.module_list = nn.ModuleDict(
@@ -221,12 +224,11 @@ class Pipeline(ShardedModel):
         """
         cure = ("register the parameter in each layer that uses it, `head.weight = "
                 "embedding.weight`; then it is tied")
-        for i, layer in enumerate(plan.layers):
-            # The layers of this rank have none any more, because they are sharded.
-            for name, p in layer.named_parameters():
-                if p not in plan.tied:
-                    p.data = torch.empty(0, dtype=p.dtype, device=p.device)
-                    p.__class__ = FreedParameter.named(self._first, f"{i}.{name}", cure)
+        for p, names in plan.names.items():
+            owner, *_ = plan.shapes[names[0]]
+            if owner != self.place and p not in plan.tied:
+                p.data = torch.empty(0, dtype=p.dtype, device=p.device)
+                p.__class__ = FreedParameter.named(self._first, names[0], cure)
 
     def named_layers(self) -> Iterator[tuple[str, Sharded]]:
         """
@@ -355,11 +357,10 @@ class Pipeline(ShardedModel):
 
     def _sums_of_shared(self) -> dict[str, int]:
         """
-        #### A checksum of each buffer that layers on several ranks share
+        #### A checksum of each buffer of this rank that layers on several ranks share
         """
-        return {prefix + name: _checksum([buffer]) for prefix, layer in self.named_layers()
-                for name, buffer in layer.module.named_buffers(remove_duplicate=False)
-                if prefix + name in self.shared_buffers}
+        return {name: _checksum([self.module_list.get_buffer(name.replace(".", ".module.", 1))])
+                for name in self.shared_buffers}
 
     def _refuse_written(self, before: dict[str, int]) -> None:
         """

@@ -211,13 +211,6 @@ class Plan:
             expect(s in kept, f"stage {s}", "weights of its own", "none",
                    "pass `stages=`, or use fewer stages")
 
-    def own(self, rank: int) -> dict[int, nn.Module]:
-        """
-        ### The layers of a rank, by their number in the whole model
-        """
-        return {i: layer for i, layer in enumerate(self.layers)
-                if self.owners[i] == rank}
-
 
 def balanced(layers: list[nn.Module], parts: int) -> list[int]:
     """
