@@ -752,7 +752,7 @@ def measure_save(args):
     optimizer.backward(model(torch.ones(1, width)).mean())
     optimizer.step()
     optimizer.zero_grad()
-    _, memory = disk.aligned(4 * (8 << 20))
+    memory = disk.aligned(4 * (8 << 20))
     memory.random_(0, 256)
 
     def zero3_save():

@@ -60,7 +60,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -141,14 +141,14 @@ class LayerActivations:
         """
         layer = self.layer()
         assert layer is not None
-        if not (torch.is_grad_enabled() and self.activations.moves_from(layer.device)):
-            return nullcontext()
         # Backward follows a recomputation at once. And under a checkpoint around the layer, whose
         # hooks are active, autograd saves nothing.
         active = _active_hooks(True)
-        if in_backward() or (active is not None and active[1] is not bring_back):
-            return nullcontext()
-        return saved_tensors_hooks(Forward(self.activations, layer, inputs).pack, bring_back)
+        is_outermost = active is None or active[1] is bring_back
+        if (is_outermost and torch.is_grad_enabled() and not in_backward()
+                and self.activations.moves_from(layer.device)):
+            return saved_tensors_hooks(Forward(self.activations, layer, inputs).pack, bring_back)
+        return nullcontext()
 
 
 class Forward:
@@ -209,7 +209,7 @@ class Forward:
 
         If a layer inside this one has saved something since, a new one begins.
         """
-        if self.visit is None or order.newest is None or order.newest() is not self.visit:
+        if self.visit is None or self.visit.number != order.newest:
             self.visit = Visit(self.activations, self.layer)
             for key in self.inputs:
                 # This call still refers to it. It leaves with this one.
@@ -273,11 +273,10 @@ class Visit:
         self.activations = activations
         self.layer = weakref.ref(layer)
         self.label = layer.label
-        self.number = next(order.numbers)
+        self.number = order.newest + 1
         # The storages that a graph still needs. Weakly, because they refer to this object.
         self.members: weakref.WeakValueDictionary[int, SavedStorage] = (
             weakref.WeakValueDictionary())
-        self.has_left = False
 
     def add(self, stored: SavedStorage) -> None:
         """
@@ -289,7 +288,7 @@ class Visit:
 
     def leave(self) -> None:
         """
-        ### Begin to copy, once
+        ### Begin to copy what only memory has
 
         Raises `RuntimeError` if the disk is full. Nothing is lost then, because all of it is still
         in memory.
@@ -297,9 +296,8 @@ class Visit:
         layer = self.layer()
         going = [stored for stored in self.members.values()
                  if stored.visits[-1] is self and stored.can_leave]
-        if self.has_left or not going or layer is None:
+        if not going or layer is None:
             return
-        self.has_left = True
         # Where each copy begins in the file, and where the last one ends.
         *begins, end = accumulate((whole_blocks(stored.nbytes) for stored in going), initial=0)
         shelf = self._shelf(layer, end)
@@ -364,13 +362,12 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self.numbers = count()
         self.visits: weakref.WeakValueDictionary[int, Visit] = weakref.WeakValueDictionary()
-        self.newest: weakref.ref[Visit] | None = None
+        self.newest = 0  # the number of the visit that has begun last
         # Storages in memory by the addresses of torch's objects for them.
         self.known: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         # The numbers of the visits that backward has reached, the last two.
-        self.entered: list[int] = []
+        self.entered = [0, 0]
 
     def begin(self, visit: Visit) -> None:
         """
@@ -378,7 +375,7 @@ class Order:
         """
         older = list(self.visits.values())
         self.visits[visit.number] = visit
-        self.newest = weakref.ref(visit)
+        self.newest = visit.number
         for age, old in zip(range(len(older), 0, -1), older, strict=True):
             if age >= old.activations.keep:
                 old.leave()
@@ -389,20 +386,19 @@ class Order:
         """
         ### Backward reaches a visit: bring it back, and begin with the one before it
         """
-        if self.entered[-1:] == [visit.number]:
+        before, last = self.entered
+        if last == visit.number:
             return
-        self.entered.append(visit.number)
-        earlier = [number for number in self.visits.keys() if number < visit.number]
+        self.entered = [last, visit.number]
         visit.come()
-        ahead = self.visits.get(max(earlier, default=-1))
+        earlier = [number for number in self.visits.keys() if number < visit.number]
+        ahead = self.visits.get(max(earlier, default=0))
         if ahead is not None:
             ahead.come()
         # A kept graph still has the visits behind. Two may take turns, so the last one stays.
-        for number in self.entered[:-2]:
-            behind = self.visits.get(number)
-            if behind is not None and behind not in (visit, ahead):
-                behind.rest(backward=True)
-        del self.entered[:-2]
+        behind = self.visits.get(before)
+        if behind is not None and behind not in (visit, ahead):
+            behind.rest(backward=True)
 
 
 def _held_by(layer: Guarded) -> Iterator[torch.Tensor]:

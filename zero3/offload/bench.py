@@ -63,7 +63,7 @@ def measure(folder: Path,
     Raises `OSError` if the folder has no room for it.
     """
     file = File(folder, nbytes, direct)
-    _, memory = aligned(block_bytes * queue_depth)
+    memory = aligned(block_bytes * queue_depth)
     memory.random_(0, 256)
     blocks = memory.split(block_bytes)
     speeds = []

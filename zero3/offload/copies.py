@@ -69,9 +69,8 @@ class Shelves(Buffers):
         super().__init__(folder, direct, queue_depth, block_bytes, owner)
         self.idle: list[File] = []
         self.blocks: queue.LifoQueue[torch.Tensor] = queue.LifoQueue()
-        for _ in range(queue_depth):
-            memory, block = aligned(block_bytes)
-            self.memory.append(memory)
+        self.memory = [aligned(block_bytes) for _ in range(queue_depth)]
+        for block in self.memory:
             self.blocks.put(block)
 
     def take(self, nbytes: int) -> File:
@@ -239,7 +238,7 @@ class Copy:
             self._to_device(self.pinned)
             return self.nbytes
         take = None if self.device.type == "cpu" else _pinned
-        _, self.near = aligned(whole_blocks(self.nbytes), take)
+        self.near = aligned(whole_blocks(self.nbytes), take)
         in_flight.begin(self, self.near)
         self.moving = self.shelf.move(False, self.near, self.at)
         return self.nbytes

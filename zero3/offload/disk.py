@@ -60,7 +60,6 @@ class File:
         self.nbytes = nbytes
         # Blocks of it that threads may still move, after nobody needs the file (see `copies.py`).
         self.moving: list[Future] = []
-        allow_more_files(self.fd)
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError:
@@ -88,12 +87,12 @@ class File:
         Several threads may do this at once. Raises `OSError` if the system does, or if the file has
         become too short.
         """
-        left_bytes = os.fstat(self.fd).st_size
-        if left_bytes < self.nbytes:
-            raise OSError(errno.EIO, f"the file has been cut to {left_bytes} bytes")
         call: Callable[..., int] = os.pwritev if write else os.preadv
         rest = memory.numpy()
         while len(rest):
+            left_bytes = os.fstat(self.fd).st_size
+            if left_bytes < self.nbytes:
+                raise OSError(errno.EIO, f"the file has been cut to {left_bytes} bytes")
             try:
                 done = call(self.fd, [rest], offset)
             except OSError as error:
@@ -102,8 +101,6 @@ class File:
                 # This disk needs larger blocks. Through the page cache any block is right.
                 self._past_the_cache(False)
                 done = call(self.fd, [rest], offset)
-            if done == 0:
-                raise OSError(errno.EIO, f"the file has been cut to {offset} bytes")
             rest = rest[done:]
             offset += done
 
@@ -139,15 +136,13 @@ def whole_blocks(nbytes: int) -> int:
 
 
 def aligned(nbytes: int, take: Callable[[int], torch.Tensor] | None = None
-            ) -> tuple[torch.Tensor, torch.Tensor]:
+            ) -> torch.Tensor:
     """
-    ## Memory for direct reads and writes
+    ## Memory for direct reads and writes: `(nbytes,)` uint8, in a storage of one block more
 
     * `take` allocates so many bytes; left out, torch does
-
-    Returns all the memory that was allocated, and the aligned part of it, `(nbytes,)` uint8.
     """
     size = nbytes + ALIGN_BYTES
     taken = take(size) if take else torch.empty(size, dtype=torch.uint8, device="cpu")
     first = -taken.data_ptr() % ALIGN_BYTES
-    return taken, taken[first : first + nbytes]
+    return taken[first : first + nbytes]

@@ -161,8 +161,7 @@ class Buffers:
         if self.buffer_bytes < borrower.nbytes or len(self.memory) < self.number:
             self._grow(borrower)
         if not self.free:
-            oldest = next(other for other in self.borrowers if not other.held)
-            oldest.release()
+            next(other for other in self.borrowers if not other.held).release()
         buffer, event = self.free.pop(0)
         event.synchronize()
         return buffer
@@ -174,13 +173,12 @@ class Buffers:
         for other in list(self.borrowers):
             other.release()
         self.buffer_bytes = max(self.buffer_bytes, borrower.nbytes)
+        # First free those that are too small.
         self.free.clear()
         self.memory.clear()
-        for _ in range(self.number):
-            memory, buffer = aligned(self.buffer_bytes, self.take_memory)
-            self.memory.append(memory)
-            self.free.append((buffer, self.event()))
-        borrower.record("buffers", sum(memory.nbytes for memory in self.memory))
+        self.memory += [aligned(self.buffer_bytes, self.take_memory) for _ in range(self.number)]
+        self.free += [(buffer, self.event()) for buffer in self.memory]
+        borrower.record("buffers", sum(buffer.untyped_storage().nbytes() for buffer in self.memory))
 
 
 class InFile(Storage):

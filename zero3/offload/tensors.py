@@ -142,7 +142,7 @@ class Writer:
         self.path = path
         self.nbytes = len(header) + data_bytes
         piece_bytes = min(_PIECE_BYTES, whole_blocks(self.nbytes))
-        self.buffers = [*aligned(piece_bytes * _PIECES)[1].split(piece_bytes)]
+        self.buffers = [*aligned(piece_bytes * _PIECES).split(piece_bytes)]
         self.file = File(path.parent, whole_blocks(self.nbytes), True, path.name)
         self.workers = concurrent.futures.ThreadPoolExecutor(_PIECES, "zero3-checkpoint")
         # One for each piece so far, in the order of the file. Its result is the piece's checksums.
