@@ -83,7 +83,6 @@ class Buffers:
 
         Raises `RuntimeError` on all ranks.
         """
-        made = None
         problem = ""
         try:
             made = self.make_file(nbytes)
@@ -94,7 +93,7 @@ class Buffers:
                          "bytes more from each rank", problem, "make the folder, let this user "
                          "write to it, choose one on a larger disk, or raise the hard limit "
                          "on open files (`ulimit -Hn`) before the start")
-        return made  # type: ignore[return-value]
+        return made
 
     def make_file(self, nbytes: int) -> File:
         """

@@ -524,8 +524,7 @@ class _Batch:
                 torch.autograd.backward([edge for edge, _ in pairs],
                                         [grad for _, grad in pairs])
         if action.stage:
-            grads = [tensor.grad for tensor in came_in]
-            self.values[action.stage - 1, action.micro_batch] = grads
+            self.values[action.stage - 1, action.micro_batch] = [t.grad for t in came_in]
 
     # ---------------------------------------------------------------------------------------- move
 
@@ -631,12 +630,11 @@ class _Batch:
         tied.reduce()
         tied.reducer.end()
         grads: list[Any] = [flat.shard.grad for flat in tied.flats]
-        sent = self._send(action, [
+        tied.zero_grad()
+        return self._send(action, [
             None if grad is None else
             (sorted(grad.used), grad.as_subclass(torch.Tensor))
             for grad in grads])
-        tied.zero_grad()
-        return sent
 
     @torch.no_grad()
     def receive_tied_gradient(self, action: Action) -> None:
