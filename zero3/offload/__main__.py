@@ -2,5 +2,4 @@
 
 from zero3.offload.bench import main
 
-if __name__ == "__main__":
-    main()
+main()

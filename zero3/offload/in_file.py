@@ -63,8 +63,7 @@ class Buffers:
         self.block_bytes = block_bytes
         self.number = 0
         self.buffer_bytes = 0
-        on_cpu = owner.device.type == "cpu"
-        self.take_memory = None if on_cpu else partial(pinned, owner.device)
+        self.take_memory = partial(pinned, owner.device)
         backend = torch.get_device_module(owner.device)
         self.event = backend.Event
         self.memory: list[torch.Tensor] = []  # all buffers
@@ -75,7 +74,7 @@ class Buffers:
         # Threads wait for events. A thread that has chosen no GPU would open the first one for it.
         self.workers = concurrent.futures.ThreadPoolExecutor(
             queue_depth, "zero3-offload",
-            None if on_cpu else partial(backend.set_device, owner.device))
+            partial(backend.set_device, owner.device))
 
     def new_file(self, owner: Guarded, nbytes: int) -> File:
         """

@@ -29,7 +29,7 @@ def copy_to(at: torch.device,
 
     In CPU memory it is pinned if `device` is an accelerator.
     """
-    if at.type == "cpu" and device.type != "cpu":
+    if at.type == "cpu":
         return pinned(device, len(values) * dtype.itemsize).view(dtype).copy_(values)
     return torch.empty(len(values), dtype=dtype, device=at).copy_(values)
 
@@ -55,7 +55,8 @@ def pinned(device: torch.device, nbytes: int) -> torch.Tensor:
 
     Exactly as much as is asked for: torch rounds its own pinned memory up to a power of two, so a
     shard of 1.1 GiB would take 2 GiB. Here the system gives pages, and `cudaHostRegister` tells the
-    device about them. A device without this call gets torch's pinned memory.
+    device about them. A device without this call gets torch's pinned memory, and the CPU itself
+    gets memory that is not pinned.
     """
     backend: Any = torch.get_device_module(device)
     if nbytes and hasattr(backend, "cudart"):
@@ -65,4 +66,4 @@ def pinned(device: torch.device, nbytes: int) -> torch.Tensor:
         if int(backend.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
             pages.registered = backend, address
             return memory
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")

@@ -82,10 +82,6 @@ class StageLayer(Zero3Layer):
         self.holders = self.holders - {stage}
         self._cleanup_params()
 
-    def reshard(self) -> None:
-        self.holders = frozenset()
-        super().reshard()
-
     def _cleanup_params(self) -> None:
         if not self.holders:
             super()._cleanup_params()
