@@ -303,7 +303,8 @@ class Visit:
         shelf = self._shelf(layer, end)
         for stored, begin in zip(going, begins, strict=True):
             stored.leave(layer, shelf, begin)
-        self._record("activations out", sum(stored.nbytes for stored in going))
+        layer.listener.record(layer, "activations out", sum(stored.nbytes for stored in going),
+                              tier=self.activations.to.tier)
 
     def _shelf(self, layer: Guarded, nbytes: int) -> Shelf | None:
         """
@@ -340,16 +341,9 @@ class Visit:
         ### Begin to bring everything back
         """
         nbytes = sum(stored.come() for stored in self.members.values())
-        if nbytes:
-            self._record("activations in", nbytes)
-
-    def _record(self, event: str, nbytes: int) -> None:
-        """
-        #### Tell the layer's listener
-        """
         layer = self.layer()
-        if layer is not None:
-            layer.listener.record(layer, event, nbytes, tier=self.activations.to.tier)
+        if nbytes and layer is not None:
+            layer.listener.record(layer, "activations in", nbytes, tier=self.activations.to.tier)
 
 
 class Order:

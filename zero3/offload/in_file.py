@@ -174,7 +174,8 @@ class Buffers:
         # First free those that are too small.
         self.free.clear()
         self.memory.clear()
-        self.memory += [aligned(self.buffer_bytes, self.take_memory) for _ in range(self.number)]
+        self.memory += [aligned(self.buffer_bytes, self.take_memory)
+                        for _ in range(self.number)]
         self.free += [(buffer, self.event()) for buffer in self.memory]
         borrower.record("buffers", sum(buffer.untyped_storage().nbytes() for buffer in self.memory))
 

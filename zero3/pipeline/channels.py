@@ -86,12 +86,15 @@ class Channels:
         self.ranks = ranks
         self.device = device
         # Which of them are on other nodes.
-        self.far = [node_of(rank) != node_of(line.global_rank) for rank in line.ranks]
+        self.far = [node_of(rank) != node_of(line.global_rank)
+                    for rank in line.ranks]
         self.control = self._group(ranks, "gloo")
         # The group of each way: whether of gradients, and whether to a later rank. All ranks make
         # as many in the same order: torch numbers them, and ranks with other numbers would wait for
         # each other.
-        ways = [(gradients, goes_on) for gradients in (False, True) for goes_on in (False, True)]
+        ways = [(gradients, goes_on)
+                for gradients in (False, True)
+                for goes_on in (False, True)]
         if device.type == "cpu":
             # gloo tells activations and gradients apart by their tags.
             self.data = dict.fromkeys(ways, self._group(line.ranks, None))
@@ -198,7 +201,8 @@ class Channels:
 
         def arrived(like: torch.Tensor) -> torch.Tensor:
             # Not `empty_like`, which torch computes in Python if `like` is on another device.
-            found = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+            found = torch.empty(like.shape, dtype=like.dtype,
+                                device=self.device)
             self._recv(found, source,
                        self.data[gradients, source < self.line.rank],
                        gradients)

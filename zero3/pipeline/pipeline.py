@@ -524,7 +524,8 @@ class _Batch:
                 torch.autograd.backward([edge for edge, _ in pairs],
                                         [grad for _, grad in pairs])
         if action.stage:
-            self.values[action.stage - 1, action.micro_batch] = [t.grad for t in came_in]
+            self.values[action.stage - 1, action.micro_batch] = [
+                tensor.grad for tensor in came_in]
 
     # ---------------------------------------------------------------------------------------- move
 
