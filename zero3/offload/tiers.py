@@ -182,8 +182,8 @@ class Offload(StorageFactory):
         * `values` are `(shard_numel,)`, on the device
         """
         if self.tier == "cpu":
-            self.check(owner, "its encoded shard", encoding.nbytes(len(values)),
-                       torch.device("cpu"))
+            nbytes = encoding.nbytes(len(values))
+            self.check(owner, "its encoded shard", nbytes, torch.device("cpu"))
         storage = Encoded(encoding, self.tier, owner, values)
         self.encoded.add(storage)
         return storage
