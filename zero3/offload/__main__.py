@@ -2,4 +2,5 @@
 
 from zero3.offload.bench import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -60,6 +60,7 @@ class File:
         self.nbytes = nbytes
         # Blocks of it that threads may still move, after nobody needs the file (see `copies.py`).
         self.moving: list[Future] = []
+        allow_more_files(self.fd)
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError:

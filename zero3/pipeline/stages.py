@@ -82,6 +82,11 @@ class StageLayer(Zero3Layer):
         self.holders = self.holders - {stage}
         self._cleanup_params()
 
+    def reshard(self) -> None:
+        # After a fault no stage lets go of it any more.
+        self.holders = frozenset()
+        super().reshard()
+
     def _cleanup_params(self) -> None:
         if not self.holders:
             super()._cleanup_params()
