@@ -805,7 +805,7 @@ def test_native_collectives_give_the_same_as_messages():
     """
     The lines that NCCL runs, here over gloo: buckets and norms, in two orders of addition, which
     for two ranks are one.
-    Proves I9, `Communicator.numbers`, `Communicator.total`, `Bucket._send`, `_Share`.
+    Proves I9, `Communicator.numbers`, `Communicator.total`, `Bucket._send`, `Bucket.finish`.
     """
     for (*_, shards), (*_, same) in zip(
         run(bucketed, 2, 1000), run(bucketed, 2, 1000, False), strict=True

@@ -30,7 +30,7 @@ gradients: then a block may have elements of two layers.
 until the bucket is full, and while it is in flight they are there twice.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -54,9 +54,10 @@ class Bucket(Reducer):
         self.optimizer: Any = None
         # The gradients that wait, each with its receive buffer, by their layers.
         self.waiting: dict[Reducible, Pairs] = {}
-        # This rank's shares of the gradients in flight: one list for each data type, in the order
-        # of packing.
-        self.packed: list[list[_Share]] = []
+        # Of the gradients in flight, in the order of packing: the data types of each layer's, and
+        # for each data type how many elements of each gradient this rank gets.
+        self.dtypes: list[list[torch.dtype]] = []
+        self.numels: dict[torch.dtype, list[int]] = {}
 
     def make_way(self, layer: Reducible, pairs: Pairs) -> bool:
         """
@@ -64,9 +65,8 @@ class Bucket(Reducer):
 
         Returns false, because the bucket sends by itself.
         """
-        # The end of a backward pass offers every layer once more.
-        already_here = layer in self.layers or layer in self.waiting
-        if not self.holds and not already_here:
+        # The end of a backward pass offers every layer once more, also those that are here.
+        if not (self.holds or layer in self.layers or layer in self.waiting):
             mine = {layer: pairs}
             if self._fills(mine) or self.comm.divisor == 1:
                 # Send them at once, without a copy, ahead of the layers that wait.
@@ -85,18 +85,14 @@ class Bucket(Reducer):
             self._send(self.waiting)
         if layer not in self.layers:
             return
-        packed = self.packed
+        layers = self.layers
         # Clear them first: if the ranks diverged, `arrived` raises, and there is nothing to end.
         self.layers = []
-        self.packed = []
-        sums: dict[Reducible, dict[int, torch.Tensor]] = {}
         # For each data type the sums of this rank's parts, side by side.
-        for group, total in zip(packed, self.arrived(), strict=True):
-            parts = total.split([share.numel for share in group])
-            for share, part in zip(group, parts, strict=True):
-                sums.setdefault(share.layer, {})[share.position] = part
-        for each, by_position in sums.items():
-            each.add_reduced([by_position[i] for i in sorted(by_position)])
+        parts = {dtype: iter(total.split(numels)) for (dtype, numels), total
+                 in zip(self.numels.items(), self.arrived(), strict=True)}
+        for each, dtypes in zip(layers, self.dtypes, strict=True):
+            each.add_reduced([next(parts[dtype]) for dtype in dtypes])
 
     def drop(self, layer: Reducible) -> None:
         """
@@ -123,18 +119,18 @@ class Bucket(Reducer):
         """
         # In the order of the layers, because gradients may arrive in another order on each rank.
         layers = sorted(gradients, key=lambda layer: -layer.layer_idx)
-        by_dtype: dict[torch.dtype, Pairs] = {}
-        # Without the gradients themselves, so that each layer can free its own.
-        shares: dict[torch.dtype, list[_Share]] = {}
+        dtypes = [[grad.dtype for grad, _ in gradients[layer]] for layer in layers]
+        groups: dict[torch.dtype, Pairs] = {}
         for layer in layers:
-            for i, (grad, buffer) in enumerate(gradients[layer]):
+            for grad, buffer in gradients[layer]:
                 rows = self.comm.rows(grad)  # (world_size, shard_numel)
-                by_dtype.setdefault(grad.dtype, []).append((rows, buffer))
-                shares.setdefault(grad.dtype, []).append(_Share(layer, i, rows.shape[1]))
+                groups.setdefault(grad.dtype, []).append((rows, buffer))
             self.waiting.pop(layer, None)
         self.land()
-        self.packed = list(shares.values())
-        pairs = [self._pack(group) for group in by_dtype.values()]
+        self.dtypes = dtypes
+        self.numels = {dtype: [rows.shape[1] for rows, _ in group]
+                       for dtype, group in groups.items()}
+        pairs = [self._pack(group) for group in groups.values()]
         self.started(layers, self.comm.reduce_scatter(layers, pairs))
 
     def _pack(self, group: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,13 +162,3 @@ class PlannedBucket(Bucket):
         """
         if self.waiting and not self.holds:
             self._send(self.waiting)
-
-
-class _Share(NamedTuple):
-    """
-    ## A rank's share of a gradient in flight
-    """
-
-    layer: Reducible
-    position: int  # among the layer's flat gradients
-    numel: int  # shard_numel of the flat gradient
