@@ -24,7 +24,6 @@ from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.estimate.predict import predict_optimizer
 from zero3.gradients import clip_grad_norm_, norm_of
 from zero3.guards.shard_gradients import GradientElsewhere, ShardGradient
-from zero3.optimizer.stage3 import step_threads
 
 WIDTH = 5
 
@@ -505,8 +504,7 @@ def test_parameters_without_a_gradient_stay_as_they_are(world_size):
     a checkpoint and a state dict: weights and counts are plain PyTorch's. Breaks where an unused
     parameter is stepped with a zero gradient (off by 4.9e-3), or shares its count with a used one.
     Proves I1, I8, `Zero3Optimizer._unused`, `Zero3Optimizer._squares`, `Zero3Optimizer.regroup`,
-    `ShardStates.split_by_use`, `ShardStates.repartition`,
-    `ShardStates.used`, `predict_optimizer`, `Entries.describe`, `Piece`,
+    `ShardStates.repartition`, `predict_optimizer`, `Entries.describe`, `Piece`,
     `_states_of`, `ShardGradient.note_used`.
     """
     for rank in run(alternate_all, world_size):
@@ -543,7 +541,7 @@ def test_a_parameter_is_used_if_any_rank_uses_it_and_says_so_in_few_bytes():
     The ranks use different heads, and both are stepped. A step in which nothing is missing sends 8
     bytes for the shard; one in which something is, 8 more for each parameter; a cut adds a count of
     steps, 4 bytes, and no copy of a moment.
-    Proves I1, I4, `Zero3Optimizer._unused`, `ShardStates.split_by_use`, `Piece`.
+    Proves I1, I4, `Zero3Optimizer._unused`, `ShardStates.repartition`, `Piece`.
     """
     ranks = run(used_on_one_rank, 2)
     for worst, sent, _ in ranks:
@@ -596,18 +594,35 @@ def test_what_is_written_through_data_comes_into_the_master():
             assert max(worst) < 0.0102
 
 
-def test_a_step_on_the_cpu_takes_the_cores_that_an_accelerator_leaves_idle():
+def test_a_step_on_the_cpu_takes_the_cores_that_an_accelerator_leaves_idle(monkeypatch):
     """
     Shared between the ranks of the machine; not while the layers compute there too, nor against
     somebody's own choice.
-    Proves `step_threads`.
+    Proves `Zero3Optimizer.step`.
     """
+    layer = Zero3Layer(nn.Linear(2, 2))
+    optimizer = Zero3Optimizer(layer, lr=0.1)
+    monkeypatch.setattr(optimizer, "_step", torch.get_num_threads)
+
+    def step_threads(at, device, threads, ranks):
+        optimizer.device = at
+        layer.device = device
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        torch.set_num_threads(threads)
+        found = optimizer.step()
+        assert torch.get_num_threads() == threads
+        return found
+
+    before = torch.get_num_threads()
     cpu, gpu, cores = torch.device("cpu"), torch.device("cuda", 0), len(os.sched_getaffinity(0))
-    assert step_threads(cpu, gpu, 1, 1) == cores
-    assert step_threads(cpu, gpu, 1, 2) == max(1, cores // 2)
-    assert step_threads(cpu, gpu, 1, 10 * cores) == 1
-    assert step_threads(cpu, gpu, 3, 1) == 3
-    assert step_threads(cpu, cpu, 1, 1) == step_threads(gpu, gpu, 1, 1) == 1
+    try:
+        assert step_threads(cpu, gpu, 1, 1) == cores
+        assert step_threads(cpu, gpu, 1, 2) == max(1, cores // 2)
+        assert step_threads(cpu, gpu, 1, 10 * cores) == 1
+        assert step_threads(cpu, gpu, 3, 1) == 3
+        assert step_threads(cpu, cpu, 1, 1) == step_threads(gpu, gpu, 1, 1) == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 # ------------------------------------------------------------------------------- arguments, closure

@@ -104,8 +104,6 @@ from zero3.optimizer.whole import (
 )
 from zero3.sharded import ShardedModel, comm_of
 
-_FIRST_SCALE = 65536.0
-
 
 class Zero3Optimizer(Stepper):
     """
@@ -187,7 +185,7 @@ class Zero3Optimizer(Stepper):
         self.scale_floor = scale_floor
         self.loss_scale: Any = loss_scale if self.scaled else 1.0
         if self.dynamic:
-            self.loss_scale = max(_FIRST_SCALE, scale_floor)
+            self.loss_scale = max(65536.0, scale_floor)
         # Whether `backward` was called since the last step.
         self.has_scaled = False
         self.good_steps = 0
@@ -220,7 +218,7 @@ class Zero3Optimizer(Stepper):
                     "wrap the model first, and leave some parameter trainable")
         self._choose_fused(optimizer_class, kwargs)
         groups = [each for each in options if not is_whole(each)]
-        self._place_states(optimizer_class, kwargs, groups)
+        self._place_states(optimizer_class, kwargs, options)
         self._make_inner(optimizer_class, kwargs, groups, options[len(groups) :])
 
     # --------------------------------------------------------------------------------------- build
@@ -289,10 +287,10 @@ class Zero3Optimizer(Stepper):
 
         Returns the options of each param group, the same on all ranks.
         """
-        plain = plain_paths(self.model)
+        plain = plain_names(self.model)
         flats = {flat: layer for layer in self.layers for flat in layer.flats
                  if flat.shard.requires_grad and len(flat.shard)}
-        params = {flat: self._members(flat, plain[layer])
+        params = {flat: self._members(flat, plain[layer][0])
                   for flat, layer in flats.items()}
         # All stages of a pipeline get the same param groups, so a scheduler sets the same learning
         # rates on all of them.
@@ -373,13 +371,13 @@ class Zero3Optimizer(Stepper):
             kwargs["fused"] = True
 
     def _place_states(self, optimizer_class: Callable[..., torch.optim.Optimizer],
-                      kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+                      kwargs: dict[str, Any], options: list[dict[str, Any]]) -> None:
         """
         #### Put masters, moments and gradients where they rest
         """
         two = torch.zeros(2, device=self.device)
         moments = chain(*(moments_of(optimizer_class, kwargs, group, two)[0]
-                          for group in groups))
+                          for group in options if not is_whole(group)))
         self.moments = list(dict.fromkeys(moments))
         # Check now whether there is room for everything. The first step creates the moments, and
         # would fail in the middle.
@@ -389,10 +387,8 @@ class Zero3Optimizer(Stepper):
             nbytes = sum(portion.nbytes(self.moments)
                          for portion in in_memory if portion.device == device)
             self.offload.check(self, "masters, moments and gradients", nbytes, device)
-        some_whole = any(is_whole(param.options)
-                         for states in self.shard_states for param in states.params)
-        self.expect(self.offload.fraction in (0, 1) or not some_whole, "cannot divide its states",
-                    "parameters that are stepped element by element",
+        self.expect(self.offload.fraction in (0, 1) or not any(map(is_whole, options)),
+                    "cannot divide its states", "parameters that are stepped element by element",
                     "some that are stepped whole", "leave `fraction` out")
         for states in self.shard_states:
             states.place(self.moments)
@@ -566,16 +562,17 @@ class Zero3Optimizer(Stepper):
         for bucket in self.buckets:
             bucket.end()
         self.has_scaled = False
-        before = torch.get_num_threads()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
-        threads = step_threads(self.device, self.layers[0].device, before, ranks)
-        if threads == before:
+        # torchrun gives each rank one thread. If an accelerator computes the layers, the ranks of
+        # this machine share all cores for the step.
+        is_alone = self.device.type == "cpu" and self.layers[0].device.type != "cpu"
+        if not is_alone or torch.get_num_threads() != 1:
             return self._step()
-        torch.set_num_threads(threads)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
         try:
             return self._step()
         finally:
-            torch.set_num_threads(before)
+            torch.set_num_threads(1)
 
     def _check_ready(self) -> None:
         """
@@ -636,8 +633,8 @@ class Zero3Optimizer(Stepper):
         unused = self._unused(squares.signbit().all(dim=0).tolist())
         # The owners step the pieces of the last param groups.
         count = len(self.inner.param_groups)
-        pieces = {states: [piece for piece in states.split_by_use(unused, self.state)
-                           if piece.group_index < count]
+        pieces = {states: [piece for piece in states.pieces if piece.group_index < count
+                           and states.params[piece.positions[0]] not in unused]
                   for states in self.shard_states
                   if states.shard.grad is not None and not unused.issuperset(states.params)}
         batches = self._batches(pieces)
@@ -696,12 +693,13 @@ class Zero3Optimizer(Stepper):
         if not self.shard_states:
             # All layers of this stage are frozen.
             return torch.zeros(self.comm.divisor, 0, dtype=torch.double, device="cpu")
-        zero = torch.zeros((), dtype=torch.double, device=self.layers[0].device)
-        norms = [states.grad_norm() for states in self.shard_states]
-        squares = torch.stack([zero if norm is None else norm.to(zero.device, zero.dtype)
-                               for norm in norms]).square()  # (shards,) fp64
+        device = self.layers[0].device
+        squares = torch.stack([states.grad_norm().to(device, torch.double)
+                               for states in self.shard_states]).square()  # (shards,) fp64
         for i, states in enumerate(self.shard_states):
-            used = states.used
+            # Names of the parameters that got a gradient on this rank; `None` means all. The flat
+            # gradient has zeros for the others, but plain PyTorch does not step them.
+            used = getattr(states.shard.grad, "used", None)
             if used is not None and len(used) < len(states.flat.slots):
                 # A square is never negative, so a minus can say that this rank had no gradient for
                 # some of the shard's parameters.
@@ -716,18 +714,23 @@ class Zero3Optimizer(Stepper):
         * `partial_everywhere` says for each shard whether every rank lacked the gradient of some
           parameter
 
-        All-gather of 8 bytes for each parameter of such shards. All ranks call it.
+        Pieces with parameters of both kinds are split between them for good. All-gather of 8 bytes
+        for each parameter of such shards. All ranks call it.
         """
         asked = [states for states, is_partial
                  in zip(self.shard_states, partial_everywhere, strict=True) if is_partial]
         if not asked:
             return set()
-        mine = {param: float(param.slot.names in (states.used or ()))
+        mine = {param: float(param.slot.names in getattr(states.shard.grad, "used", ()))
                 for states in asked for param in states.params}
         rows = self.comm.numbers(self, torch.tensor(
             [*mine.values()], dtype=torch.double, device=self.layers[0].device))
         counts = rows.sum(dim=0).tolist()
-        return {param for param, count in zip(mine, counts, strict=True) if not count}
+        unused = {param for param, count in zip(mine, counts, strict=True) if not count}
+        for states in asked:
+            states.repartition([(param.key, param in unused) for param in states.params],
+                               self.state)
+        return unused
 
     def _overflow(self, squares: torch.Tensor, stages: torch.Tensor) -> None:
         """
@@ -947,21 +950,6 @@ class Zero3Optimizer(Stepper):
             "`copy.deepcopy(optimizer.state_dict())`, or call `zero3.save`")
 
 
-def step_threads(at: torch.device,
-                 device: torch.device, threads: int, ranks: int) -> int:
-    """
-    ## The number of threads to compute a step with
-
-    * `at` is the device of the step, and `device` that of the layers
-    * `threads` is torch's present number; `ranks` is the number of ranks on this machine
-
-    torchrun gives each rank one thread. If an accelerator computes the layers, the ranks share all
-    cores for the step.
-    """
-    idle = at.type == "cpu" and device.type != "cpu" and threads == 1
-    return max(1, len(os.sched_getaffinity(0)) // ranks) if idle else threads
-
-
 def finite(value: Any) -> bool:
     """
     ## Whether an argument is a number, and neither infinite nor NaN
@@ -978,19 +966,11 @@ def _digits(value: Any) -> str:
                     for each in pytree.tree_leaves(plain))
 
 
-def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
-    """
-    ## The name of each module in the plain model
-
-    `group_by` gets names that begin with these.
-    """
-    return {module: names[0]
-            for module, names in plain_names(model).items()}
-
-
 def plain_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     """
     ## All names of each module in the plain model
+
+    `group_by` gets names that begin with the first of these.
     """
     found: dict[nn.Module, list[str]] = {}
 

@@ -179,8 +179,7 @@ class ShardStates:
         self.portions = [Portion(flat, *part, self.master_dtype)
                          for part in parts if part[0].start < part[0].stop]
         # Where a reduced gradient goes; those of two portions go on from the device.
-        self.grad_device = (self.portions[0].device if len(self.portions) == 1
-                            else layer.device)
+        self.grad_device = self.portions[-1].device
 
     @property
     def pieces(self) -> list[Piece]:
@@ -250,22 +249,12 @@ class ShardStates:
                 marker.used = getattr(found, "used", None)
         return self.portions
 
-    @property
-    def used(self) -> set[tuple[str, ...]] | None:
+    def grad_norm(self) -> torch.Tensor:
         """
-        ### Names of the parameters that got a gradient on this rank; `None` means all
-
-        The flat gradient has zeros for a parameter that the loss did not depend on, but plain
-        PyTorch does not step such a parameter.
-        """
-        return getattr(self.shard.grad, "used", None)
-
-    def grad_norm(self) -> torch.Tensor | None:
-        """
-        ### The norm of the gradient, if there is one
+        ### The norm of the gradient; zero if there is none
         """
         norms = [norms for portion in self.current() if (norms := portion.norms()) is not None]
-        return norm_of(whole_of(norms)) if norms else None
+        return norm_of(whole_of(norms)) if norms else torch.zeros((), device=self.layer.device)
 
     @torch.no_grad()
     def add_grad(self, total: torch.Tensor, names: Names = ()) -> None:
@@ -360,17 +349,15 @@ class ShardStates:
         runs = groupby(present, lambda param: (param.group_index, param.key,
                                                param if is_whole(param.options) else None))
         starts = {next(run).span.start for _, run in runs}
-        old = self.pieces
+        old = {piece.param for piece in self.pieces}
         for portion in self.portions:
-            first = portion.where.start
-            last = portion.where.stop
-            bounds = sorted({first, last, *(each for each in starts if first < each < last)})
+            where = portion.where
+            bounds = sorted({where.start, where.stop,
+                             *(each for each in starts if where.start < each < where.stop)})
             portion.pieces = [self._piece(portion, slice(*each), state)
                               for each in pairwise(bounds)]
-        kept = {piece.param for piece in self.pieces}
-        for piece in old:
-            if piece.param not in kept:
-                state.pop(piece.param, None)
+        for gone in old - {piece.param for piece in self.pieces}:
+            state.pop(gone, None)
 
     def _piece(self, portion: "Portion", where: slice, state: State) -> Piece:
         """
@@ -382,10 +369,10 @@ class ShardStates:
             return old
         param = nn.Parameter(portion.master[inside(portion.where, where)])
         if old and old.param in state:
-            numel = length(old.where)
             # A counter, or a moment without elements because it rests in a file, is copied.
             state[param] = {
-                name: value[inside(old.where, where)] if getattr(value, "shape", ()) == (numel,)
+                name: value[inside(old.where, where)]
+                if getattr(value, "shape", ()) == (length(old.where),)
                 else copy.deepcopy(value) for name, value in state[old.param].items()}
         # Between steps the shard has the gradient. Without a marker, somebody who clips
         # `optimizer.param_groups` would find no gradients, and clip nothing.
@@ -393,20 +380,6 @@ class ShardStates:
         positions = [i for i, each in enumerate(self.params)
                      if max(each.span.start, where.start) < min(each.span.stop, where.stop)]
         return Piece(self.params[positions[0]].group_index, where, param, positions)
-
-    def split_by_use(self, unused: set[Member], state: State) -> list[Piece]:
-        """
-        ### The pieces to step
-
-        * `unused` are parameters without a gradient on any rank
-
-        A piece with parameters of both kinds is split between them for good.
-        """
-        if not unused.isdisjoint(self.params):
-            self.repartition([(param.key, param in unused) for param in self.params],
-                             state)
-        return [piece for piece in self.pieces
-                if self.params[piece.positions[0]] not in unused]
 
 
 @dataclass(eq=False, repr=False)
@@ -462,13 +435,12 @@ class Portion:
         * `values` are those of the shard, `(n,)`
         * `moments` are as for `ShardStates.place`
         """
-        in_file = self.offload.place(self.nbytes(moments)) == "nvme"
         if self.is_master:
             self.master = values
-        elif not in_file:
-            self.master = copy_to(self.device, values, self.master_dtype, layer.device)
-        if in_file:
+        if self.offload.place(self.nbytes(moments)) == "nvme":
             self._open_file(layer, values, moments)
+        elif not self.is_master:
+            self.master = copy_to(self.device, values, self.master_dtype, layer.device)
 
     def _open_file(self, layer: Zero3Layer,
                    values: torch.Tensor, moments: list[str]) -> None:
@@ -482,8 +454,7 @@ class Portion:
         # One zero for all elements: the wrapped optimizer finds the right size.
         zeros = torch.zeros(1, dtype=self.master_dtype, device="cpu").expand(len(values))
         self.stepped = ["master"] * (not self.is_master) + moments
-        like = dict.fromkeys(self.stepped, zeros)
-        like["grad"] = zeros.to(shard.grad_dtype)
+        like = {**dict.fromkeys(self.stepped, zeros), "grad": zeros.to(shard.grad_dtype)}
         buffers = self.offload.buffers_for("states", layer, self.offload.buffers)
         self.in_file = InFile(buffers, layer, like)
         if not self.is_master:
