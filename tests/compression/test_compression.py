@@ -889,7 +889,7 @@ def test_a_compressed_weight_is_freed_between_forward_and_backward():
     What autograd has saved has no memory then, nor after backward; the gradients are those of a
     weight that stays. Before a rule starts, the stored weight itself is computed with, and is left
     alone. Breaks if each layer keeps its compressed weight until backward.
-    Proves `Compressed`, `Compressed.forward`, `Compressed.value`, `before_forward`,
+    Proves `Compressed`, `Compressed.forward`, `before_forward`,
     `after_forward`.
     """
     torch.manual_seed(0)

@@ -266,8 +266,13 @@ def _cuts(modules: dict[str, nn.Module]) -> dict[str, Cut]:
             _add_cut(cuts, modules, name, is_row, kept)
             for other in method.rule.follows:
                 _add_cut(cuts, modules, _beside(name, other), not is_row, kept)
+            # The attributes with the number of heads.
             for count in method.rule.counts:
-                _set_count(modules, name, count, int(method.kept_units().sum()))
+                path, _, attribute = _beside(name, count).rpartition(".")
+                expect(isinstance(getattr(modules.get(path), attribute, None), int),
+                       f"clean: `{count}`, beside `{name}`", "an attribute with the number of "
+                       "heads", path, "look at the names")
+                setattr(modules[path], attribute, int(method.kept_units().sum()))
     return cuts
 
 
@@ -276,20 +281,6 @@ def _beside(name: str, other: str) -> str:
     #### The whole name of what a rule names beside a layer
     """
     return f"{name.rpartition('.')[0]}.{other}".strip(".")
-
-
-def _set_count(modules: dict[str, nn.Module],
-               name: str,
-               count: str,
-               heads: int) -> None:
-    """
-    #### Write the number of heads that are left to an attribute
-    """
-    path, _, attribute = _beside(name, count).rpartition(".")
-    expect(isinstance(getattr(modules.get(path), attribute, None), int),
-           f"clean: `{count}`, beside `{name}`", "an attribute with the number of heads", path,
-           "look at the names")
-    setattr(modules[path], attribute, heads)
 
 
 def _add_cut(cuts: dict[str, Cut],

@@ -100,7 +100,11 @@ def distill(student: Chain,
             theirs = [*outputs(teacher, x)]
         mine = [*outputs(student, x)]
         loss = (1 - logits) * task(mine[-1])
-        loss = loss + logits * temperature**2 * _distance(mine[-1], theirs[-1], temperature)
+        learnt, taught = (
+            (of_layers[-1].flatten(0, -2).float() / temperature).log_softmax(dim=-1)
+            for of_layers in (mine, theirs))
+        distance = F.kl_div(learnt, taught, log_target=True, reduction="batchmean")
+        loss = loss + logits * temperature**2 * distance
         if hidden:
             apart = [F.mse_loss(output, theirs[index])
                      for output, index in zip(mine[:-1], keep[:-1], strict=True)]
@@ -108,15 +112,6 @@ def distill(student: Chain,
         return loss
 
     return teaching
-
-
-def _distance(learnt: torch.Tensor, taught: torch.Tensor, temperature: float) -> torch.Tensor:
-    """
-    #### The distance of the probabilities
-    """
-    mine, theirs = ((each.flatten(0, -2).float() / temperature).log_softmax(dim=-1)
-                    for each in (learnt, taught))
-    return F.kl_div(mine, theirs, log_target=True, reduction="batchmean")
 
 
 def outputs(model: Chain, x: torch.Tensor) -> Iterator[torch.Tensor]:

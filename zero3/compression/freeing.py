@@ -67,20 +67,15 @@ class Compressed(nn.Sequential):
         """
         ### Make the weight
         """
+        apply_rules = super().forward
         if not torch.is_grad_enabled() or not weight.requires_grad:
-            return self.value(weight)
-        found = checkpoint(self.value, weight, use_reentrant=False, preserve_rng_state=False)
+            return apply_rules(weight)
+        found = checkpoint(apply_rules, weight, use_reentrant=False, preserve_rng_state=False)
         # Before the first rule starts, it is the stored weight itself, which the layer frees.
         is_own = found.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
         if is_own and self.made is not None and not parametrize._cache_enabled:
             self.made.append(found)
         return found
-
-    def value(self, weight: torch.Tensor) -> torch.Tensor:
-        """
-        ### Apply the rules
-        """
-        return super().forward(weight)
 
 
 def before_forward(module: Any, args: object) -> None:
@@ -120,7 +115,7 @@ def _fill(module: Any, place: torch.Tensor, grads: object) -> None:
     """
     stored = module.parametrizations.weight
     place.untyped_storage().resize_(place.numel() * place.itemsize)
-    place.copy_(stored[0].value(stored.original))
+    place.copy_(stored[0](stored.original))
 
 
 def _free(place: torch.Tensor, grad: object = None) -> None:
