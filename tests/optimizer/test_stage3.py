@@ -1083,8 +1083,8 @@ def forgets(name, p):
 def test_what_cannot_work_is_refused_by_name(what, make):
     """
     Each error names rank, what was expected, what was found and what to do.
-    Proves `Zero3Optimizer._check_kinds`, `Zero3Optimizer._check_model`,
-    `Zero3Optimizer._check_arguments`, `Zero3Optimizer._members`, `Zero3Optimizer.load_state_dict`,
+    Proves `Zero3Optimizer._check_arguments`, `Zero3Optimizer._check_model`,
+    `Zero3Optimizer._members`, `Zero3Optimizer.load_state_dict`,
     `Zero3Optimizer.__reduce_ex__`, `Named.expect`, `stray`.
     """
     with pytest.raises(RuntimeError, match=r"rank 0: the optimizer .*Expected.*Got.*What to do"):

@@ -89,7 +89,8 @@ class Bucket(Reducer):
         # Clear them first: if the ranks diverged, `arrived` raises, and there is nothing to end.
         self.layers = []
         # For each data type the sums of this rank's parts, side by side.
-        parts = {dtype: iter(total.split(numels)) for (dtype, numels), total
+        parts = {dtype: iter(total.split(numels))
+                 for (dtype, numels), total
                  in zip(self.numels.items(), self.arrived(), strict=True)}
         for each, dtypes in zip(layers, self.dtypes, strict=True):
             each.add_reduced([next(parts[dtype]) for dtype in dtypes])
@@ -119,7 +120,8 @@ class Bucket(Reducer):
         """
         # In the order of the layers, because gradients may arrive in another order on each rank.
         layers = sorted(gradients, key=lambda layer: -layer.layer_idx)
-        dtypes = [[grad.dtype for grad, _ in gradients[layer]] for layer in layers]
+        dtypes = [[grad.dtype for grad, _ in gradients[layer]]
+                  for layer in layers]
         groups: dict[torch.dtype, Pairs] = {}
         for layer in layers:
             for grad, buffer in gradients[layer]:

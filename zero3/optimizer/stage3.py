@@ -161,20 +161,8 @@ class Zero3Optimizer(Stepper):
         invariants I1, I2 and I5 to I8.
         """
         self.comm = comm_of(model)
-        self._check_kinds(model, optimizer_class, group_by)
-        connect(model)
-        paths = {module: path for path, module in model.named_modules()
-                 if isinstance(module, Zero3Layer)}
         self.model = model
-        self.layers = [layer for layer in paths if layer.flats]
-        if self.layers:
-            self.comm = self.layers[0].comm
-        self.offload = Offload.of(offload)
-        on_device = self.offload.tier == "device" and self.layers
-        self.device = self.layers[0].device if on_device else torch.device("cpu")
-        self.group_by = group_by or (lambda name, param: {})
-        # Options of every parameter, but for those that `group_by` returns.
-        self.options: dict[str, object] = {}
+        self.group_by = (lambda name, param: {}) if group_by is None else group_by
         self.clip_grad_norm = clip_grad_norm
         self.reduce_dtype = reduce_dtype
         self.bucket_bytes = bucket_bytes
@@ -190,12 +178,24 @@ class Zero3Optimizer(Stepper):
         self.has_scaled = False
         self.good_steps = 0
         self.skipped_steps = 0
+        self._check_arguments(optimizer_class)
+
+        connect(model)
+        paths = {module: path for path, module in model.named_modules()
+                 if isinstance(module, Zero3Layer)}
+        self.layers = [layer for layer in paths if layer.flats]
+        if self.layers:
+            self.comm = self.layers[0].comm
+        self.offload = Offload.of(offload)
+        on_device = self.offload.tier == "device" and self.layers
+        self.device = self.layers[0].device if on_device else torch.device("cpu")
+        # Options of every parameter, but for those that `group_by` returns.
+        self.options: dict[str, object] = {}
         # The options of a param group; empty if the class takes any.
         known = inspect.signature(optimizer_class).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
         self.takes = set() if takes_any else {*known} - {"params"}
         self._check_model(optimizer_class, kwargs)
-        self._check_arguments()
 
         # The layers of a chain share a reducer, and get a bucket in its place. A compiled model
         # keeps its own, because its graphs say when to send.
@@ -217,27 +217,41 @@ class Zero3Optimizer(Stepper):
         self.expect(some, "has nothing to do", "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
         self._choose_fused(optimizer_class, kwargs)
-        groups = [each for each in options if not is_whole(each)]
         self._place_states(optimizer_class, kwargs, options)
-        self._make_inner(optimizer_class, kwargs, groups, options[len(groups) :])
+        self._make_inner(optimizer_class, kwargs, options)
 
     # --------------------------------------------------------------------------------------- build
 
-    def _check_kinds(self, model: object,
-                     optimizer_class: object,
-                     group_by: object) -> None:
+    def _check_arguments(self, optimizer_class: object) -> None:
         """
-        #### Refuse what is no model, no class and no function, before anything changes
+        #### Refuse what is no model, no class and no function, and numbers that are out of range
+
+        This comes before anything changes, so such an error leaves the model as it was.
         """
-        self.expect(isinstance(model, nn.Module), "cannot step this", "a sharded model",
-                    f"one {type(model).__name__}", "pass the model itself, not its parameters")
+        self.expect(isinstance(self.model, nn.Module), "cannot step this", "a sharded model",
+                    f"one {type(self.model).__name__}", "pass the model itself, not its parameters")
         self.expect(callable(optimizer_class), "cannot use `optimizer_class`",
                     "a class, for instance torch.optim.AdamW",
                     f"one {type(optimizer_class).__name__}",
                     "pass the class itself, and its options by name: `lr=1e-3`")
-        self.expect(group_by is None or callable(group_by), "cannot use `group_by`",
-                    "a function of a name and a parameter", f"one {type(group_by).__name__}",
+        self.expect(callable(self.group_by), "cannot use `group_by`",
+                    "a function of a name and a parameter", f"one {type(self.group_by).__name__}",
                     "pass one that returns the options of this parameter")
+        cure = "pass another, or leave it out"
+        positive = {"loss_scale": self.loss_scale, "scale_floor": self.scale_floor,
+                    "scale_window": self.scale_window}
+        if self.clip_grad_norm is not None:
+            positive["clip_grad_norm"] = self.clip_grad_norm
+        for name, value in positive.items():
+            self.expect(finite(value) and value > 0, f"cannot use `{name}`", "a positive number",
+                        value, cure)
+        dtype = self.reduce_dtype
+        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        self.expect(dtype is None or floating, "cannot use `reduce_dtype`", "a floating data type",
+                    dtype, "pass torch.float32, or leave it out")
+        self.expect(finite(self.bucket_bytes) and self.bucket_bytes >= 0,
+                    "cannot use `bucket_bytes`", "a number of bytes, 0 or more", self.bucket_bytes,
+                    cure)
 
     def _check_model(self, optimizer_class: Callable[..., torch.optim.Optimizer],
                      kwargs: dict[str, Any]) -> None:
@@ -257,28 +271,6 @@ class Zero3Optimizer(Stepper):
         names = stray(self.model)
         self.expect(not names, "would miss parameters", "all in Zero3Layers, which take the mean "
                     "of their gradients", names, "wrap the modules that they are in")
-
-    def _check_arguments(self) -> None:
-        """
-        #### Refuse arguments that are out of range
-
-        This comes before the layers get their buckets, so such an error leaves the model as it was.
-        """
-        cure = "pass another, or leave it out"
-        positive = {"loss_scale": self.loss_scale, "scale_floor": self.scale_floor,
-                    "scale_window": self.scale_window}
-        if self.clip_grad_norm is not None:
-            positive["clip_grad_norm"] = self.clip_grad_norm
-        for name, value in positive.items():
-            self.expect(finite(value) and value > 0, f"cannot use `{name}`", "a positive number",
-                        value, cure)
-        dtype = self.reduce_dtype
-        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        self.expect(dtype is None or floating, "cannot use `reduce_dtype`", "a floating data type",
-                    dtype, "pass torch.float32, or leave it out")
-        self.expect(finite(self.bucket_bytes) and self.bucket_bytes >= 0,
-                    "cannot use `bucket_bytes`", "a number of bytes, 0 or more", self.bucket_bytes,
-                    cure)
 
     @torch.no_grad()
     def _make_shard_states(self, paths: dict[Zero3Layer, str]) -> list[dict[str, Any]]:
@@ -405,14 +397,14 @@ class Zero3Optimizer(Stepper):
             if states.shard.grad_dtype != states.master_dtype), default=0)
 
     def _make_inner(self, optimizer_class: Callable[..., torch.optim.Optimizer],
-                    kwargs: dict[str, Any], groups: list[dict[str, Any]],
-                    of_owners: list[dict[str, Any]]) -> None:
+                    kwargs: dict[str, Any], options: list[dict[str, Any]]) -> None:
         """
         #### Build the wrapped torch optimizer, whose parameters are the pieces of the masters
 
         The formula of the step is torch's own. Parameters that are stepped whole have optimizers of
-        their own, for the groups `of_owners`.
+        their own, for the last groups.
         """
+        groups = [each for each in options if not is_whole(each)]
         full = [{**each, "params": [piece.param
                                     for piece in self.pieces if piece.group_index == i]}
                 for i, each in enumerate(groups)]
@@ -424,7 +416,8 @@ class Zero3Optimizer(Stepper):
                  for states in self.shard_states]
         self._layout = zlib.crc32(str(whose).encode())
         super().__init__(self.inner.param_groups or [{"params": []}], self.inner.defaults)
-        self.owners = Owners(self, dict(enumerate(of_owners, len(groups))))
+        self.owners = Owners(self, {i: each
+                                    for i, each in enumerate(options) if is_whole(each)})
         self._share_groups()
         self.regroup(self.pieces)
         for states in self.shard_states:
@@ -587,11 +580,13 @@ class Zero3Optimizer(Stepper):
                     "gradients that are reduced", "some that are held back",
                     "leave `no_sync()` first")
         has_scale = self.loss_scale != 1 and any(
-            states.shard.grad is not None for states in self.shard_states)
+            states.shard.grad is not None
+            for states in self.shard_states)
         self.expect(self.has_scaled or not has_scale, "cannot step", "gradients "
                     f"of a loss times {self.loss_scale:g}", "gradients of `loss.backward()`, which "
                     "has no scale", "call `optimizer.backward(loss)`; then `zero_grad()` and go on")
-        known = {states.shard for states in self.shard_states}
+        known = {states.shard
+                 for states in self.shard_states}
         for layer in self.layers:
             layer.expect(known.issuperset(layer.get_trainable_chunk()), "cannot be stepped",
                          "parameters that trained when the optimizer was built", "some that were "
@@ -633,7 +628,8 @@ class Zero3Optimizer(Stepper):
         unused = self._unused(squares.signbit().all(dim=0).tolist())
         # The owners step the pieces of the last param groups.
         count = len(self.inner.param_groups)
-        pieces = {states: [piece for piece in states.pieces if piece.group_index < count
+        pieces = {states: [piece for piece in states.pieces
+                           if piece.group_index < count
                            and states.params[piece.positions[0]] not in unused]
                   for states in self.shard_states
                   if states.shard.grad is not None and not unused.issuperset(states.params)}
@@ -722,11 +718,13 @@ class Zero3Optimizer(Stepper):
         if not asked:
             return set()
         mine = {param: float(param.slot.names in getattr(states.shard.grad, "used", ()))
-                for states in asked for param in states.params}
+                for states in asked
+                for param in states.params}
         rows = self.comm.numbers(self, torch.tensor(
             [*mine.values()], dtype=torch.double, device=self.layers[0].device))
         counts = rows.sum(dim=0).tolist()
-        unused = {param for param, count in zip(mine, counts, strict=True) if not count}
+        unused = {param
+                  for param, count in zip(mine, counts, strict=True) if not count}
         for states in asked:
             states.repartition([(param.key, param in unused) for param in states.params],
                                self.state)

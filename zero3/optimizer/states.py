@@ -408,9 +408,9 @@ class Portion:
         shard = self.flat.shard
         # The device that takes a reduced gradient: CPU memory, if it goes on to a file.
         self.grad_device = self.device
-        in_memory = not isinstance(self.flat.storage, InFile)
         # Whether the master is this range of the shard itself, which the optimizer can step then.
-        self.is_master = (in_memory and shard.dtype == self.master_dtype
+        self.is_master = (not isinstance(self.flat.storage, InFile)
+                          and shard.dtype == self.master_dtype
                           and shard.device == self.device)
         counted = self.flat.counted
         # The ranges of the portion that count for a norm; `None` stands for all.
