@@ -76,8 +76,6 @@ class StatesAway:
 
     def __init__(self, layer: Zero3Layer):
         self.layer = layer
-        # The last operation: "offload", "vacate" or "reload"; "" while the states are at home.
-        self.phase = ""
         self.parts: list[Part] = []  # none while they are at home
 
     def offload(self) -> None:
@@ -96,27 +94,22 @@ class StatesAway:
                                for here, put in movable(states, optimizer)]
         for part in self.parts:
             part.copy.leave(self.layer)
-        if self.parts:
-            self._enter("offload")
+        self._record("offload", sum(part.copy.nbytes for part in self.parts))
 
     def vacate(self) -> None:
         """
         ### Free the memory of the states on the device, once they are copied
         """
-        if self.phase == "offload":
-            for part in self.parts:
-                part.copy.rest()
-                part.put(torch.empty(0, dtype=part.dtype, device=part.copy.device))
-            self._enter("vacate")
+        for part in self.parts:
+            part.copy.rest()
+            part.put(torch.empty(0, dtype=part.dtype, device=part.copy.device))
+        self._record("vacate", sum(part.copy.nbytes for part in self.parts))
 
     def reload(self) -> None:
         """
         ### Start to copy the states back to the device
         """
-        if self.phase == "vacate":
-            for part in self.parts:
-                part.copy.come()
-            self._enter("reload")
+        self._record("reload", sum(part.copy.come() for part in self.parts))
 
     # The optimizer trains with these tensors, also if somebody looks at them in inference mode.
     @torch.inference_mode(False)
@@ -126,29 +119,20 @@ class StatesAway:
         """
         self.reload()
         for part in self.parts:
-            if self.phase == "reload":
+            if part.copy.memory is None:
                 part.put(part.copy.here().view(part.dtype))
             else:
+                # The optimizer still has them, and keeps them.
                 part.copy.rest()
-        self.phase = ""
         self.parts = []
 
-    def held_tensors(self) -> Iterator[torch.Tensor | None]:
+    def _record(self, event: str, nbytes: int) -> None:
         """
-        ### The states that are on their way back, for a `Ledger`
-
-        While they leave, the optimizer still has them.
+        #### Tell the listener, unless nothing has moved
         """
-        yield from [part.copy.near for part in self.parts]
-
-    def _enter(self, phase: str) -> None:
-        """
-        #### Enter a phase, and tell the listener
-        """
-        self.phase = phase
-        nbytes = sum(part.copy.nbytes for part in self.parts)
-        self.layer.listener.record(self.layer, phase, nbytes,
-                                   tier="cpu" if phase == "offload" else "device")
+        if nbytes:
+            self.layer.listener.record(self.layer, event, nbytes,
+                                       tier="cpu" if event == "offload" else "device")
 
 
 @dataclass
@@ -192,14 +176,6 @@ def movable(states: ShardStates, optimizer: Zero3Optimizer
                 yield known[name], partial(known.__setitem__, name)
 
 
-def movable_bytes(states: ShardStates, optimizer: Zero3Optimizer) -> int:
-    """
-    ## The bytes of these tensors, when the first step has made the moments
-    """
-    return ((len(optimizer.moments) + (not states.shard_is_master))
-            * len(states.shard) * states.master_dtype.itemsize)
-
-
 def leaving(layers: dict[str, Zero3Layer], nbytes: int) -> list[str]:
     """
     ## The layers whose states leave, in the order in which they do
@@ -212,7 +188,9 @@ def leaving(layers: dict[str, Zero3Layer], nbytes: int) -> list[str]:
     if optimizer is None:
         return []
     for states in reversed(optimizer.shard_states):
-        own_bytes = movable_bytes(states, optimizer)
+        # When the first step has made the moments.
+        movable_count = len(optimizer.moments) + (not states.shard_is_master)
+        own_bytes = movable_count * len(states.shard) * states.master_dtype.itemsize
         if nbytes > 0 and own_bytes and states.layer in names:
             found[names[states.layer]] = None
             nbytes -= own_bytes

@@ -271,7 +271,8 @@ class CompiledUnit(Unit):
         ### Memory for a `Ledger`: states on their way back too
         """
         yield from super().held_tensors()
-        yield from self.away.held_tensors()
+        # While they leave, the optimizer still has them.
+        yield from [part.copy.near for part in self.away.parts]
 
     def refuse_old(self, versions: list[int]) -> None:
         """
