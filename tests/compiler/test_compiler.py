@@ -570,8 +570,8 @@ def test_insert_gathers_before_the_first_use_and_reduces_after_the_last_gradient
     """
     A layer that is used twice is gathered once. The reduce comes after the release, because on the
     CPU gradients arrive in the memory of the parameters.
-    Proves `insert`, `_insert_gather`, `_insert_reduce`, `_sink_views`, `_is_parameter`, `copied`,
-    `on_copies`, `find`, `graph.layers_of`, `readers`, `parameter`.
+    Proves `insert`, `_insert_gather`, `_insert_reduce`, `_is_parameter`, `copied`, `on_copies`,
+    `find`, `graph.layers_of`, `readers`, `parameter`.
     """
     forward, backward = chain_graphs("aba")
     assert names(unchanged(insert, forward)) == (

@@ -182,20 +182,12 @@ def regions_of(graph: fx.Graph) -> list[list[fx.Node]]:
     """
     regions: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
-        if _computes(node):
+        is_parameter = node.target is operator.getitem and node.args[0].target is wait
+        if node.op == "call_function" and node.target not in OPERATIONS and not is_parameter:
             regions[-1].append(node)
         elif node.target in OPERATIONS and node.target not in DELAYABLE:
             regions.append([])
     return [region for region in regions if not all(is_view(node) for node in region)]
-
-
-def _computes(node: fx.Node) -> bool:
-    """
-    #### Whether a node is an operation on tensors
-    """
-    if node.op != "call_function" or node.target in OPERATIONS:
-        return False
-    return not (node.target is operator.getitem and node.args[0].target is wait)  # type: ignore[union-attr]
 
 
 def alone(region: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) -> fx.Graph:

@@ -48,6 +48,7 @@ during each operation.
 gets another graph, which is traced when that happens.
 """
 
+import copy
 import functools
 import operator
 import weakref
@@ -158,10 +159,9 @@ def copied(graph: fx.Graph) -> fx.Graph:
     """
     ## A copy of a graph
     """
-    new = fx.Graph(graph.owning_module)
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = new.node_copy(node, lambda n: copies[n])
+    new = copy.deepcopy(graph)
+    # It has the constants that the graph reads.
+    new.owning_module = graph.owning_module
     return new
 
 
@@ -235,24 +235,21 @@ def full_numel(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ())
     A packed buffer counts from its `gather` to the first `wait` for one of its layers.
     """
     whole = set(kept)
-    full = sum(numel[layer] for layer in whole)
     # The layers that arrive in one packed buffer, by each of them.
     packed: dict[str, list[str]] = {}
     found = []
     for node in graph.nodes:
         layers = layers_of(node)
         if node.target is gather:
-            full += sum(numel[layer] for layer in layers if layer not in whole)
             whole.update(layers)
             if len(layers) > 1:
                 packed |= dict.fromkeys(layers, layers)
         arriving = packed.get(layers[0], []) if node.target is wait else []
-        found.append(full + sum(numel[layer] for layer in arriving))
+        found.append(sum(numel[layer] for layer in (*whole, *arriving)))
         # From now on they are whole, and the buffer is free.
         arriving.clear()
         if node.target is release:
             whole.remove(layers[0])
-            full -= numel[layers[0]]
     return found
 
 

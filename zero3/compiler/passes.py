@@ -100,9 +100,8 @@ def improve(forward: fx.Graph, backward: fx.Graph | None, numel: dict[str, int],
     forward = prefetch(forward, numel, limit, [])
     backward = backward and prefetch(backward, numel, limit, kept)
     steps.append(("prefetch", forward, backward))
-    if backward is not None:
-        backward = sink(backward)
-        steps.append(("sink", forward, backward))
+    backward = backward and sink(backward)
+    steps.append(("sink", forward, backward))
     return steps, kept
 
 
@@ -123,22 +122,15 @@ def insert(graph: fx.Graph) -> fx.Graph:
 
     Each layer is gathered right before its first use, and released after its last one.
     """
-    _sink_views(graph)
+    # Move parameters and their views from the top of the graph to where they are read.
+    for node in reversed([node for node in graph.nodes if node.users and _is_parameter(node)]):
+        # Of two nodes the one that comes first is the smaller one.
+        min(node.users).prepend(node)
     layers = [name for node in find(graph, parameter, collect) for name in layers_of(node)]
     for layer in dict.fromkeys(layers):
         _insert_gather(graph, layer)
         _insert_reduce(graph, layer)
     return graph
-
-
-def _sink_views(graph: fx.Graph) -> None:
-    """
-    #### Move parameters and their views from the top of a traced graph to where they are read
-    """
-    views = [node for node in graph.nodes if node.users and _is_parameter(node)]
-    for node in reversed(views):
-        # Of two nodes the one that comes first is the smaller one.
-        min(node.users).prepend(node)
 
 
 def _is_parameter(node: fx.Node) -> bool:
@@ -216,14 +208,11 @@ def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int
     for node in find(graph, gather):
         if before is not None and _numel(numel, before, node) <= bucket_numel:
             alone = before.args
-            own = node.args
-            before.args = alone + own
-            node.args = ()
+            before.args = alone + node.args
             if max(full_numel(graph, numel, kept)) <= limit:
                 graph.erase_node(node)
                 continue
             before.args = alone
-            node.args = own
         before = node
     _merge_reduces(graph, numel, bucket_numel)
     return graph
@@ -267,8 +256,7 @@ def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]
         while (place.op not in ("placeholder", "root") and place is not earlier
                and full[place] + _numel(numel, node) <= limit):
             place = place.prev
-        if place is not node.prev:
-            place.append(node)
+        place.append(node)
         earlier = node
     return graph
 

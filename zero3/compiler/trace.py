@@ -277,9 +277,8 @@ def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[P
     for node in dropped:
         saved[node.name].replace_all_uses_with(again[node])
         backward.erase_node(saved[node.name])
-    for copy in reversed(again.values()):
-        if not copy.users:
-            backward.erase_node(copy)
+    # Views that backward does not read.
+    backward.eliminate_dead_code()
     output = forward.output_node()
     output.args = (tuple(each for each in output.args[0] if each not in dropped),)  # type: ignore[union-attr]
 
