@@ -122,16 +122,14 @@ class Source:
         made: dict[torch.Tensor, torch.Tensor] = {}
         empty: dict[str, list[str]] = {}
         for at, module in modules.items():
-            kinds: Any = (module._parameters, module._buffers)
-            for tensors in kinds:
-                for name, t in tensors.items():
-                    if t is not None and t.is_meta:
-                        if t not in made:
-                            made[t] = torch.empty_like(t, device=self.device, requires_grad=False)
-                            if isinstance(t, nn.Parameter):
-                                made[t] = nn.Parameter(made[t], t.requires_grad)
-                        tensors[name] = made[t]
-                        empty.setdefault(at, []).append(name)
+            for name, t in (*module._parameters.items(), *module._buffers.items()):
+                if t is not None and t.is_meta:
+                    if t not in made:
+                        made[t] = torch.empty_like(t, device=self.device, requires_grad=False)
+                        if isinstance(t, nn.Parameter):
+                            made[t] = nn.Parameter(made[t], t.requires_grad)
+                    setattr(module, name, made[t])
+                    empty.setdefault(at, []).append(name)
         return made, empty
 
     def _give_values(self, modules: dict[str, nn.Module],
@@ -159,8 +157,8 @@ class Source:
         #### Draw the values of a module
         """
         kind = type(module)
-        own = getattr(kind, "reset_parameters", getattr(kind, "_reset_parameters", None))
-        draw = self.init or own
+        draw = self.init or getattr(kind, "reset_parameters",
+                                    getattr(kind, "_reset_parameters", None))
         if draw is None and self.checkpoint is not None:
             draw = self.own_init
         if draw is None:
@@ -241,12 +239,11 @@ def save(units: list[Any], folder: Path) -> None:
     total_bytes = 0
     for i, unit in enumerate(units, 1):
         file = f"model-{i:05}-of-{len(units):05}.safetensors"
-        with unit.full_params() as params, agreed(
+        with unit.full_params(), agreed(
                 unit, f"cannot be saved to {folder}", "a folder with room to write to",
                 "choose another, or make room"):
-            names = {p: name for name, p in reversed(params.items())}
-            own = ({name: p.detach()
-                    for p, name in names.items()}
+            own = ({slot.names[0]: slot.param.detach()
+                    for slot in unit.slots()}
                    | buffers_of(unit.module))
             found = {unit.full_name(name): tensor
                      for name, tensor in own.items()}

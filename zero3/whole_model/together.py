@@ -229,7 +229,6 @@ class Packed:
         for full, columns in self.columns:
             in_flight.resize(full, full.nbytes)
             self.comm.rows(full).copy_(columns)
-        nbytes = sum(full.nbytes for full, _ in self.columns)
-        self.listener.record(self, "unpacked", nbytes)
+        self.listener.record(self, "unpacked", sum(full.nbytes for full, _ in self.columns))
         self.columns = []
         self.buffers = []
