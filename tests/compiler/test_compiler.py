@@ -570,7 +570,7 @@ def test_insert_gathers_before_the_first_use_and_reduces_after_the_last_gradient
     """
     A layer that is used twice is gathered once. The reduce comes after the release, because on the
     CPU gradients arrive in the memory of the parameters.
-    Proves `insert`, `_insert_gather`, `_insert_reduce`, `_is_parameter`, `copied`, `on_copies`,
+    Proves `insert`, `_insert_gather`, `_is_parameter`, `copied`, `on_copies`,
     `find`, `graph.layers_of`, `readers`, `parameter`.
     """
     forward, backward = chain_graphs("aba")

@@ -204,8 +204,6 @@ def is_view(node: fx.Node) -> bool:
     """
     ## Whether the result of an operation shares the memory of its first argument
     """
-    if node.op != "call_function":
-        return False
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
     if node.target in _UNDECLARED:
@@ -266,10 +264,10 @@ def linked(graph: fx.Graph, layers: Mapping[str, object]) -> fx.GraphModule:
     operations = find(graph, *OPERATIONS)
     named = dict.fromkeys(layer for node in operations for layer in layers_of(node))
     nodes: dict[Any, fx.Node] = {}
-    start = next(iter(graph.nodes))
     for i, layer in enumerate(named):
         vars(root)[f"layer_{i}"] = weakref.ref(layers[layer])
-        with graph.inserting_before(start):
+        # At the top.
+        with graph.inserting_before():
             nodes[layer] = graph.create_node("get_attr", f"layer_{i}")
     for node in operations:
         node.args = tuple(nodes[arg] if isinstance(arg, str) else arg for arg in node.args)

@@ -474,8 +474,8 @@ class CompiledModel(Zero3Model):
         least = max(max(full_numel(graph, self.numel, kept), default=0)
                     for graph, kept in ((graphs.forward, []), (graphs.backward, graphs.kept))
                     if graph is not None)
-        given = self.order.max_live_numel is not None
-        self.expect(not given or least <= self.limit_numel, "cannot be compiled",
+        self.expect(self.order.max_live_numel is None or least <= self.limit_numel,
+                    "cannot be compiled",
                     f"at most {self.limit_numel:,} full elements, as `limit_numel` says",
                     f"{least:,} at one operation", "raise the limit, or pass smaller layers")
 

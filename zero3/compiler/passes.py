@@ -129,7 +129,12 @@ def insert(graph: fx.Graph) -> fx.Graph:
     layers = [name for node in find(graph, parameter, collect) for name in layers_of(node)]
     for layer in dict.fromkeys(layers):
         _insert_gather(graph, layer)
-        _insert_reduce(graph, layer)
+        # Reduce the gradients when all are there, and the layer is free: on the CPU other ranks'
+        # gradients arrive in the memory of its parameters.
+        ends = [node for node in find(graph, collect, release) if layer in layers_of(node)]
+        if any(node.target is collect for node in ends):
+            begun = insert_after(ends[-1], reduce, layer)
+            insert_after(begun, finish, layer)
     return graph
 
 
@@ -153,18 +158,6 @@ def _insert_gather(graph: fx.Graph, layer: str) -> None:
     for node in uses:
         node.target = operator.getitem
         node.args = (whole, node.args[1])
-
-
-def _insert_reduce(graph: fx.Graph, layer: str) -> None:
-    """
-    #### Reduce a layer's gradients when all are there, and the layer is free
-
-    On the CPU other ranks' gradients arrive in the memory of its parameters.
-    """
-    ends = [node for node in find(graph, collect, release) if layer in layers_of(node)]
-    if any(node.target is collect for node in ends):
-        begun = insert_after(ends[-1], reduce, layer)
-        insert_after(begun, finish, layer)
 
 
 # ------------------------------------------------------------------------- what the room is for

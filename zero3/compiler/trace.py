@@ -213,9 +213,8 @@ def refuse_views(graph: fx.Graph, places: Sequence[Place | None]) -> None:
     layers = {_storage(node): place.layer for node, place in zip(inputs, places, strict=True)
               if place}
     for node in graph.output_node().all_input_nodes:
-        storage = _storage(node)
-        layer = layers.get(storage)
-        expect(storage is None or layer is None, "the model cannot be compiled",
+        layer = layers.get(_storage(node))
+        expect(layer is None, "the model cannot be compiled",
                "tensors of their own as results of a graph", f"a view of a parameter of `{layer}`, "
                "which the graph is about to free", "clone it; or compute it where it is needed, if "
                "the graph ends early in between", RuntimeError)
