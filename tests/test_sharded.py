@@ -355,7 +355,7 @@ def test_a_step_inside_of_full_params_is_an_error(kind):
 def test_a_hook_of_a_shard_is_an_error(kind):
     """
     Nobody would call it, because the gradient of a shard comes from a reduce-scatter.
-    Proves `LayerGuard.check`, `contents._hooks_of`.
+    Proves `LayerGuard.check`.
     """
     model, _, _ = pair_of(kind)
     shard = model.get_trainable_chunk()[-1]
@@ -466,7 +466,7 @@ def test_a_forward_may_take_the_gradient_of_its_own_input(frozen):
     """
     It is no backward pass of the layer. Breaks where each gradient of an input counts: a frozen
     layer would be over with it, and freed before the second use of its weight.
-    Proves I1, `Watch.inputs`, `Watch.input_arrived`.
+    Proves I1, `Watch.inputs`, `Watch._arrives`.
     """
     torch.manual_seed(0)
     modules = [linear(), Force().requires_grad_(not frozen), linear()]

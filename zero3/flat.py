@@ -227,42 +227,32 @@ class FlatParameter:
 
     # ---------------------------------------------------------------------------------- parameters
 
-    def open(self) -> None:
+    def open(self, was_freed: bool = True) -> None:
         """
         ### Open the parameters, because they are gathered now
 
         Autograd accepts the tensors that it saved in forward.
-        """
-        self.show()
-        self._set_versions(freed=False)
 
-    def close(self) -> None:
+        * `was_freed` is false if the layer has stayed full, and only hid them
+        """
+        for slot in self.slots:
+            slot.param.__class__ = nn.Parameter
+        if was_freed:
+            self._set_versions(freed=False)
+
+    def close(self, is_freed: bool = True) -> None:
         """
         ### Close the parameters, because their memory is about to be freed
 
         Without this, an operation that reaches a freed parameter would read address zero and crash
         the process.
-        """
-        self.hide()
-        self._set_versions(freed=True)
 
-    def show(self) -> None:
-        """
-        ### Give the parameters their ordinary class
-
-        If the layer has stayed full, its guard calls only this.
-        """
-        for slot in self.slots:
-            slot.param.__class__ = nn.Parameter
-
-    def hide(self) -> None:
-        """
-        ### Give the parameters the class that reports every use, even if they are still gathered
-
-        If the layer stays full, its guard calls only this, so a use outside is still noticed.
+        * `is_freed` is false if the layer stays full, so that a use outside is still noticed
         """
         for slot in self.slots:
             slot.param.__class__ = slot.freed_class
+        if is_freed:
+            self._set_versions(freed=True)
 
     def _set_versions(self, freed: bool) -> None:
         """

@@ -397,13 +397,10 @@ class Zero3Layer(Sharded):
         del grad
         self._backward_event()
 
-    def _backward_event(self, call: Call | None = None, *_) -> None:
+    def _backward_event(self) -> None:
         """
-        #### Count a gradient of a parameter or of an input, and finish the layer after the last one
-
-        * `call` is the call whose input it is; for a parameter there is none
+        #### A gradient of a parameter or of an input is complete: finish the layer after the last
         """
-        self.watch.input_arrived(call)
         if self.is_over():
             self._backup_grads()
 

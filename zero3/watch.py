@@ -74,7 +74,7 @@ class Watch:
         ### Set the two callbacks
 
         * `begin(call, grad)` is called when a gradient of an output of this call is there
-        * `event(call)` is called when the gradient of an input of this call is complete
+        * `event()` is called when the gradient of an input is complete
         """
         self.begin = begin
         self.event = event
@@ -111,23 +111,20 @@ class Watch:
         for tensor in tensors_in(value):
             if tensor.requires_grad and torch.is_grad_enabled():
                 call.inputs += 1
-                if tensor.is_leaf:
-                    # It may outlive the graph, and would collect the hooks of all passes.
-                    handle = tensor.register_hook(partial(self._arrives, weakref.ref(call)))
-                    weakref.finalize(call, handle.remove)
-                else:
-                    tensor.register_hook(partial(self._arrives, lambda: call))
+                # The tensor may outlive the graph, and would collect the hooks of all passes.
+                handle = tensor.register_hook(partial(self._arrives, weakref.ref(call)))
+                weakref.finalize(call, handle.remove)
         return value
 
-    def _arrives(self, ours: Callable[[], Call | None], *_) -> None:
+    def _arrives(self, call: weakref.ref[Call], *_) -> None:
         """
         #### The gradient of an input is complete
 
         A module may take gradients in its forward. They say nothing about the layer's backward.
         """
-        call = ours()
-        if call in self.entered:
-            self.event(call)
+        if call() in self.entered:
+            self.inputs_left -= 1
+            self.event()
 
     def outputs(self, call: Call, tensors: Iterable[torch.Tensor]) -> None:
         """
@@ -154,15 +151,6 @@ class Watch:
         self.pending.discard(call)
         self.inputs_left += call.inputs
         return True
-
-    def input_arrived(self, call: Call | None) -> None:
-        """
-        ### Note that the gradient of an input is complete
-
-        * `call` is `None` for the gradient of a parameter
-        """
-        if call in self.entered:
-            self.inputs_left -= 1
 
     def reset(self) -> None:
         """

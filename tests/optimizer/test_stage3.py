@@ -255,7 +255,7 @@ def test_every_trap_of_the_heart_is_none_for_the_optimizer():
     The models of `tests/cases.py`: mixed data types, frozen and unused parameters, layers called
     twice, checkpointing of each kind, and buckets that hold two or three of their layers.
     Proves I1, I7, `Zero3Layer.is_over`, `Watch.inputs`, `Watch.outputs`, `tensors_in`,
-    `Watch.input_arrived`, `FlatParameter.zero_missing`.
+    `Watch._arrives`, `FlatParameter.zero_missing`.
     """
     for worst in run(all_cases, 2):
         # One has parameters in fp32.

@@ -533,8 +533,8 @@ def touch_outside():
 def test_a_parameter_that_is_touched_outside_of_forward_raises_by_name():
     """
     Also while its unit happens to be full; or one use would pass, and the next one not.
-    Proves `FreedParameter`, `Unit.fetch_for_others`, `Unit._release`, `FlatParameter.hide`,
-    `FlatParameter.show`, `Unit.show`.
+    Proves `FreedParameter`, `Unit.fetch_for_others`, `Unit._release`, `FlatParameter.close`,
+    `FlatParameter.open`, `Unit.show`.
     """
     run(touch_outside, 2)
 

@@ -84,11 +84,17 @@ class LayerGuard:
                          "with", f"a {type(shard).__name__} in its place", "leave sharded layers "
                          "out of what replaces parameters, as `fully_shard` and "
                          "`distribute_module` do")
-            hooks = _hooks_of(flat)
+            # A shard in a file would report a use.
+            with torch._C.DisableTorchFunction():
+                hooks = {**(flat.shard._backward_hooks or {}),
+                         **(flat.shard._post_accumulate_grad_hooks or {})}
+            if flat.hook is not None:
+                # The optimizer's own.
+                hooks.pop(flat.hook.id, None)
             layer.expect(not hooks, "cannot call the hooks of a shard", "none, because its "
-                         "gradient comes from a reduce-scatter", hooks, "change `.grad` between "
-                         "backward and step, or register the hook on the parameter before it is "
-                         "wrapped")
+                         "gradient comes from a reduce-scatter", [*hooks.values()], "change "
+                         "`.grad` between backward and step, or register the hook on the "
+                         "parameter before it is wrapped")
         if self.depth == 0 and self.known.has_changed():
             self._hide_again()
             self.known = Known([layer, *(owner for _, owner in self._look())])
@@ -195,7 +201,7 @@ class LayerGuard:
                 f"a view of a parameter, {tensor.shape}", "clone it")
         if self.layer.is_fetched and not (self.layer.users or recompute):
             for flat in self.layer.flats:
-                flat.hide()
+                flat.close(is_freed=False)
 
     def before_backward(self, versions: tuple[int, ...], was_elsewhere: bool) -> None:
         """
@@ -318,17 +324,6 @@ def check_chain(modules: Iterable[Layer]) -> list[Layer]:
                type(layer), "wrap it, with parameters or without", TypeError)
     check_groups(layers)
     return layers
-
-
-def _hooks_of(flat: Any) -> list[object]:
-    """
-    #### The hooks on a shard, without that of the optimizer
-    """
-    # A shard in a file would report a use.
-    with torch._C.DisableTorchFunction():
-        hooks = {**(flat.shard._backward_hooks or {}),
-                 **(flat.shard._post_accumulate_grad_hooks or {})}
-    return [hook for number, hook in hooks.items() if flat.hook is None or number != flat.hook.id]
 
 
 def check_walk(chain: Any) -> None:

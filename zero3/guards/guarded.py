@@ -74,7 +74,7 @@ class Guarded(nn.Module, Named):
         """
         if self.is_fetched:
             for flat in self.flats:
-                flat.show()
+                flat.open(was_freed=False)
 
     def admits(self, layer: nn.Module) -> bool:
         """

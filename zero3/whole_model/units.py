@@ -431,7 +431,7 @@ class Unit(StandIn, Zero3Layer):
         if self.is_fetched:
             # A use by another unit still has to be noticed.
             for flat in self.flats:
-                flat.hide()
+                flat.close(is_freed=False)
         if call is not None and call.outputs and not self.persistent:
             self.kept_for = weakref.ref(call, lambda _: self.reshard())
 
