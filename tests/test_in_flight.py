@@ -46,19 +46,19 @@ def late(kind):
     model(torch.ones(2, 12)).sum().backward()
     model.zero_grad()
     told = dist.new_group([0, 2])
-    real = Communicator._check_shard
+    real = Communicator._rows_to_fill
 
-    def check_shard(*args):
+    def rows_to_fill(*args):
         # The announcement has been sent already. Now wait until rank 0 has seen the error.
         dist.barrier(told)
-        Communicator._check_shard = real
+        Communicator._rows_to_fill = real
         return real(*args)
 
     if dist.get_rank() == 1:
         with pytest.raises(RuntimeError, match="has a fault"):
             first.comm.fail(first, "has a fault", "none", "one", "look after it")
     elif dist.get_rank() == 2:
-        Communicator._check_shard = check_shard
+        Communicator._rows_to_fill = rows_to_fill
         with pytest.raises(RuntimeError, match="diverged"):
             model(torch.ones(2, 12))
     else:

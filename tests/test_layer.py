@@ -84,7 +84,7 @@ def test_rank_0_gives_everybody_its_weights_and_buffers():
     Ranks seeded differently begin alike. Breaks without the scatter in `_shard` or the broadcast,
     and where a buffer of one element has the stride 0.
     Proves `Zero3Layer._shard`, `Communicator.scatter`, `Communicator.broadcast`, `Storage.load`,
-    `Communicator._broadcast`, `bytes_of`.
+    `bytes_of`.
     """
     for world_size in (2, 3):
         ranks = run(born, world_size)
@@ -228,7 +228,7 @@ def test_a_layer_that_was_converted_after_wrapping_is_refused():
     """
     Its shard is of another data type than the buffer that the ranks gather into. Breaks where the
     shard is cast without a word.
-    Proves `Communicator.all_gather`, `Communicator._check_shard`.
+    Proves `Communicator.all_gather`, `Communicator._rows_to_fill`.
     """
     layer = Zero3Layer(linear()).bfloat16()
     assert "torch.bfloat16" in message(lambda: layer(torch.ones(1, WIDTH)))

@@ -87,7 +87,7 @@ def test_nodes_train_like_plain_pytorch_on_the_global_batch(shape, native, secon
     backward takes the slice of an earlier forward.
     Proves I1, I5, I7, I8, I9, `LinkedCommunicator.all_gather`, `LinkedCommunicator.reduce_scatter`,
     `LinkedCommunicator.exchange`, `Communicator.scatter`, `communicator`, `groups_of`,
-    `_hop`, `_rows_of`, `LinkedCommunicator._put`, `_slice`, `_go_on`, `_send_sums`.
+    `_hop`, `_encoded`, `LinkedCommunicator._put`, `_slice`, `Transfer.go_on`, `_send_sums`.
     """
     names = [name for name in CASES if name not in ("DataTypes", "Library")]
     # Half of them with both or neither, and the other half with one of the two.
@@ -228,7 +228,7 @@ def test_a_copy_is_never_older_than_the_weights():
     """
     Reentrant checkpointing runs forward without gradients, and keeps no copy itself. Breaks where
     backward takes the copy of a forward before the step.
-    Proves I1, I2, `_forget`, `LinkedCommunicator.end_pass`, `Communicator.end_pass`.
+    Proves I1, I2, `_forget`, `Reducer.end`.
     """
     assert run(stepped_in_between, 2) == [(10.0, 0)] * 2
 
@@ -477,7 +477,7 @@ def test_no_stream_uses_what_still_travels(tier, tmp_path):
     On an accelerator each step of a gather, and each hop of a gradient, comes after the one before
     it.
     Proves I9, `LinkedCommunicator.all_gather`, `LinkedCommunicator.exchange`,
-    `LinkedCommunicator._go_on`.
+    `Transfer.go_on`.
     """
     for options in ({"secondary": True}, {"weights": Int8(), "gradients": Int4(),
                                           "secondary": True}):

@@ -627,14 +627,14 @@ def test_checks_are_folded_and_a_link_into_them_opens_them(site, browser):
     """
     look(browser, WIDE)
     browser.get((site / "index.html").as_uri())
-    browser.get((site / "comm-collectives.html").as_uri())
+    browser.get((site / "comm-order.html").as_uri())
     closed = browser.execute_script("""
         const parts = [...document.querySelectorAll('.folded')];
         return parts.filter((it) => !it.open).map((it) => it.querySelector('h3, h4').id);
     """)
-    # `Communicator.fail` and `_check_shard`.
+    # `Group.together` and `Peers.agree`.
     assert len(closed) == 2
-    browser.get((site / "comm-collectives.html").as_uri() + f"#{closed[0]}")
+    browser.get((site / "comm-order.html").as_uri() + f"#{closed[0]}")
     browser.refresh()
     for i in (0, 1):
         browser.execute_script(f"location.hash = '{closed[i]}'")

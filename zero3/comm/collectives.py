@@ -121,6 +121,8 @@ class Communicator(Peers):
         self.broken = ""
         # The rank that has announced a fault, if one has (see `guards/diverged.py`).
         self.failed: int | None = None
+        # Slices of layers that a node keeps until backward, by their flat parameters (`links.py`).
+        self.kept: dict[int, torch.Tensor] = {}
         # The number of the model, on which the ranks agreed when they met to shard.
         self.met = 0
 
@@ -142,14 +144,10 @@ class Communicator(Peers):
         with self.on(self.fetch_stream):
             transfer = self.begin([self.group], [sender], "gather", pairs)
             for full, shard in pairs:
-                self._check_shard(sender, full, shard)
-                # Nothing happens if `full` has its memory already.
-                in_flight.resize(full, full.nbytes)
-                rows = self.rows(full)  # (world_size, shard_numel)
+                rows = self._rows_to_fill(transfer, full, shard)  # (world_size, shard_numel)
                 # Send a copy. So a buffer that the shard was read into is free again.
                 mine = rows[self.rank]
                 mine.copy_(shard, non_blocking=True)
-                transfer.from_cpu |= shard.device != full.device
                 self.send(transfer, self.group, rows, mine, all_gather_single)
                 transfer.count(self.group, mine.nbytes)
             transfer.done.record()
@@ -213,11 +211,6 @@ class Communicator(Peers):
         """
         return sums, None
 
-    def end_pass(self) -> None:
-        """
-        ### The end of a backward pass: nothing to do here
-        """
-
     def held_tensors(self) -> Iterable[torch.Tensor]:
         """
         ### Memory that it holds besides the transfers in flight, for a `Ledger`: none here
@@ -226,20 +219,30 @@ class Communicator(Peers):
 
     def numbers(self, sender: Sender,
                 mine: torch.Tensor,
-                options: str = "") -> torch.Tensor:
+                options: str = "",
+                groups: Sequence[Group] = ()) -> torch.Tensor:
         """
         ### All-gather a few numbers, and wait
 
         * `mine` are this rank's, `(n,)`
         * `options` are the same on all ranks, or the wait raises an error
+        * `groups` default to those of the replicas
 
         All ranks must call it, with as many numbers. A rank sends $N-1$ times their bytes, and with
         $R$ replicas $R N-1$ times. Returns every rank's, `(divisor, n)`; the first `world_size`
         rows are of the first replica.
         """
         rows = mine
-        for group in self.groups:
-            rows = self._numbers(group, sender, rows.view(-1), options)
+        for group in groups or self.groups:
+            own = rows.view(-1)
+            rows = own.repeat(group.size, 1)
+            with self.on(self.fetch_stream):
+                transfer = self.begin([group], [sender], "norm", [(rows, own)], options)
+                self.send(transfer, group, rows, rows[group.rank], all_gather_single)
+                transfer.count(group, own.nbytes)
+                transfer.done.record()
+            sender.listener.record(sender, "norm", rows.nbytes, transfer)
+            transfer.wait()
         return rows.view(-1, len(mine))
 
     def over_stages(self, sender: Sender,
@@ -256,24 +259,7 @@ class Communicator(Peers):
         """
         if self.stages.size == 1:
             return mine[None]
-        return self._numbers(self.stages, sender, mine, options)
-
-    def _numbers(self, group: Group,
-                 sender: Sender,
-                 mine: torch.Tensor,
-                 options: str) -> torch.Tensor:
-        """
-        #### All-gather a few numbers in one group: `(n,)` to `(size, n)`
-        """
-        rows = mine.repeat(group.size, 1)
-        with self.on(self.fetch_stream):
-            transfer = self.begin([group], [sender], "norm", [(rows, mine)], options)
-            self.send(transfer, group, rows, rows[group.rank], all_gather_single)
-            transfer.count(group, mine.nbytes)
-            transfer.done.record()
-        sender.listener.record(sender, "norm", rows.nbytes, transfer)
-        transfer.wait()
-        return rows
+        return self.numbers(sender, mine, options, [self.stages])
 
     def send(self, transfer: Transfer,
              group: Group,
@@ -468,20 +454,24 @@ class Communicator(Peers):
         self.event = self._backend.Event
         self.fetch_stream, self.backup_stream = streams(at)
 
-    def _check_shard(self, sender: Sender,
-                     full: torch.Tensor,
-                     shard: torch.Tensor) -> None:
+    def _rows_to_fill(self, transfer: Transfer,
+                      full: torch.Tensor,
+                      shard: torch.Tensor) -> torch.Tensor:
         """
-        #### Make sure that a shard still fits its flat parameter
+        #### Allocate a flat parameter, if the shard still fits it: `(world_size, shard_numel)`
 
         `model.half()` after wrapping converts the shards and not the flat parameter.
         """
         is_near = shard.device in (full.device, torch.device("cpu"))
         if full.dtype != shard.dtype or not is_near:
-            expect(False, f"rank {self.global_rank}: {sender.label} cannot gather",
+            expect(False, f"{transfer.where} cannot gather",
                    f"{full.dtype} on {full.device}, as wrapped",
                    f"a shard of {shard.dtype} on {shard.device}",
                    "convert or move the module before wrapping it, not after", RuntimeError)
+        transfer.from_cpu |= shard.device != full.device
+        # Nothing happens if `full` has its memory already.
+        in_flight.resize(full, full.nbytes)
+        return self.rows(full)
 
     def scatter(self, full: torch.Tensor) -> torch.Tensor:
         """
@@ -500,35 +490,34 @@ class Communicator(Peers):
             if len(part):
                 group.together("first values", dist.scatter, bytes_of(part),
                                parts if group.rank == 0 else None, group_src=0)
-        self._broadcast(self.replicas, part)
+        self.broadcast([part], groups=[self.replicas])
         return part
 
-    def broadcast(self, tensors: Iterable[torch.Tensor | None], source: int = 0) -> None:
+    def broadcast(self, tensors: Iterable[torch.Tensor | None],
+                  source: int = 0,
+                  groups: Sequence[Group] = ()) -> None:
         """
         ### Give each rank the tensors of one of them, and wait; all ranks must call it
 
         * `source` is the place of that rank in each group
+        * `groups` default to all of this communicator
         """
         for tensor in tensors:
-            for group in self.groups:
-                if tensor is not None:
-                    self._broadcast(group, tensor, source)
-
-    def _broadcast(self, group: Group, tensor: torch.Tensor, source: int = 0) -> None:
-        if group.size == 1 or not tensor.numel():
-            return
-        if tensor.layout != torch.strided:
-            # A sparse tensor's number of elements may differ between ranks.
-            parts = [tensor.detach()]
-            group.together("values", dist.broadcast_object_list, parts, group_src=source)
-            with torch.no_grad():
-                tensor.copy_(parts[0])
-            return
-        whole = tensor.detach().contiguous()
-        group.together("values", dist.broadcast, bytes_of(whole), group_src=source)
-        # The source has the values already, and a copy would count as a write.
-        if group.rank != source:
-            tensor.detach().copy_(whole)
+            for group in groups or self.groups:
+                if tensor is None or group.size == 1 or not tensor.numel():
+                    continue
+                whole = tensor.detach()
+                if tensor.layout == torch.strided:
+                    whole = whole.contiguous()
+                    group.together("values", dist.broadcast, bytes_of(whole), group_src=source)
+                else:
+                    # A sparse tensor's number of elements may differ between ranks.
+                    parts = [whole]
+                    group.together("values", dist.broadcast_object_list, parts, group_src=source)
+                    whole = parts[0]
+                # The source has the values already, and a copy would count as a write.
+                if group.rank != source:
+                    tensor.detach().copy_(whole)
 
 
 @dataclass(eq=False)
@@ -550,8 +539,8 @@ class Transfer(Counted):
     options: str  # what else has to be the same on all ranks, in words
     # Returns this rank's part of the sum for a pair; a gather sums nothing.
     add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    # What to do once the data has arrived, such as to send it on (see `links.py`).
-    then: Callable[[Transfer], None] | None = None
+    # What to do once the data has arrived, step by step, such as to send it on (see `links.py`).
+    later: list[Callable[[], None]] = field(default_factory=list)
     # Memory that is in flight besides the pairs.
     buffers: list[torch.Tensor] = field(default_factory=list)
     from_cpu: bool = False  # an accelerator copies from memory that the host may write to
@@ -570,9 +559,25 @@ class Transfer(Counted):
 
         Raises `RuntimeError` if another rank is about to do something else (I6), or is gone.
         """
+        comm = self.comm
+        totals = []
         try:
             with named_range(f"wait for the {self.action} of {self.sender.label}"):
-                totals = self._wait()
+                if self.add:
+                    # The backup stream takes the sums, because it may copy them to CPU memory next.
+                    with comm.on(comm.backup_stream):
+                        self._arrive()
+                        totals = [self.add(*pair) for pair in self.pairs]
+                        self.done.record()
+                else:
+                    # The compute stream itself waits, so that the fetch stream goes on with the
+                    # next layer.
+                    self._arrive()
+                comm.current_stream().wait_event(self.done)
+                if self.from_cpu:
+                    # The host waits too, because an optimizer on the CPU writes to the shard in
+                    # place.
+                    self.done.synchronize()
         except BaseException:
             # Something may still arrive.
             in_flight.lose(self)
@@ -584,26 +589,6 @@ class Transfer(Counted):
         self.works = []
         self.pairs = []
         self.buffers = []
-        return totals
-
-    def _wait(self) -> list[torch.Tensor]:
-        """
-        #### Wait on the right stream, and add what a reduce has received
-        """
-        totals: list[torch.Tensor] = []
-        if self.add:
-            # The backup stream takes the sums, because it may copy them to CPU memory next.
-            with self.comm.on(self.comm.backup_stream):
-                self._arrive()
-                totals = [self.add(*pair) for pair in self.pairs]
-                self.done.record()
-        else:
-            # The compute stream itself waits, so that the fetch stream goes on with the next layer.
-            self._arrive()
-        self.comm.current_stream().wait_event(self.done)
-        if self.from_cpu:
-            # The host waits too, because an optimizer on the CPU writes to the shard in place.
-            self.done.synchronize()
         return totals
 
     @contextmanager
@@ -620,9 +605,7 @@ class Transfer(Counted):
         # torch raises `ValueError` for a process group that is gone.
         except (RuntimeError, ValueError) as error:
             in_flight.lose(self)
-            if not self.comm.broken:
-                self._give_up(self._problem(error))
-            raise RuntimeError(self.comm.broken) from error
+            raise self._give_up(self._problem(error)) from error
 
     def count(self, group: Group,
               nbytes: int,
@@ -667,24 +650,33 @@ class Transfer(Counted):
             problem = next(filter(None, problems), "")
             if not problem:
                 self.wait_for(self.works[self.announced :])
-                if self.then:
-                    self.then(self)
+                self.go_on()
         except (RuntimeError, ValueError) as error:
-            problem = self.comm.broken or self._problem(error)
+            problem = self._problem(error)
         if problem:
-            self._give_up(problem)
-            raise RuntimeError(self.comm.broken)
+            raise self._give_up(problem)
 
-    def _give_up(self, problem: str) -> None:
+    def go_on(self) -> None:
         """
-        #### Send nothing new, and tell this rank's other groups
+        ### Start each later step when the one before has arrived
+        """
+        while self.later:
+            sent = len(self.works)
+            self.later.pop(0)()
+            self.wait_for(self.works[sent:])
+
+    def _give_up(self, problem: str) -> RuntimeError:
+        """
+        #### Send nothing new, and tell this rank's other groups: the error to raise
 
         All ranks of the transfer's own group have found the problem themselves.
         """
-        self.comm.give_up(problem)
-        alone = self.orders[0][0] if len(self.orders) == 1 else None
-        self.comm.announce_fault([group for group in self.comm.groups if group is not alone],
-                                 self.sender)
+        if not self.comm.broken:
+            self.comm.give_up(problem)
+            alone = self.orders[0][0] if len(self.orders) == 1 else None
+            self.comm.announce_fault([group for group in self.comm.groups if group is not alone],
+                                     self.sender)
+        return RuntimeError(self.comm.broken)
 
     def wait_for(self, works: list[Any]) -> None:
         """

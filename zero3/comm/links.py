@@ -69,7 +69,7 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -187,10 +187,6 @@ class LinkedCommunicator(Communicator):
         elif len(self.groups) > 1:
             self.replicas = self.groups[1]
         self.sharers = (self.group, self.across)
-        # The slice of each layer that this node keeps until backward, by its flat parameter.
-        self._kept: dict[int, torch.Tensor] = {}
-        # The steps of each gather that have not started. The last one sends nothing.
-        self._later: dict[Transfer, list[Callable[[], None]]] = {}
 
     @cached_property
     def sharing(self) -> Group:
@@ -249,20 +245,17 @@ class LinkedCommunicator(Communicator):
             if not in_backward():
                 # The optimizer may have stepped since.
                 self._forget(full for full, _ in pairs)
-            near = all(id(full) in self._kept for full, _ in pairs)
+            near = all(id(full) in self.kept for full, _ in pairs)
             groups = [self.group] if near else [*self.sharers]
             action = "gather from the node" if near else "gather"
             transfer = self.begin(groups, [sender], action, pairs)
             rows = []
             for full, shard in pairs:
-                self._check_shard(sender, full, shard)
-                in_flight.resize(full, full.nbytes)
-                transfer.from_cpu |= shard.device != full.device
-                each = self._rows_of(full, exact)
+                each = self._encoded(full, self._rows_to_fill(transfer, full, shard), exact)
                 rows.append(each)
                 if near:
                     # Each copy serves one gather.
-                    self._slice(each).copy_(self._kept.pop(id(full)))
+                    self._slice(each).copy_(self.kept.pop(id(full)))
                 else:
                     self._put(shard, each[self.rank])
                     transfer.count(self.across, each[0].nbytes)
@@ -271,47 +264,42 @@ class LinkedCommunicator(Communicator):
                     transfer.buffers.append(each)
             keeps = self.links.secondary and torch.is_grad_enabled() and not in_backward()
             first, *later = [partial(self._hop, transfer, group, rows) for group in groups[::-1]]
-            self._later[transfer] = [*later, partial(self._arrived, transfer, rows, keeps)]
+            # The last step sends nothing.
+            transfer.later = [*later, partial(self._arrived, transfer, rows, keeps)]
             first()
-            if self.by_messages:
-                transfer.then = self._go_on
-            else:
+            if not self.by_messages:
                 # The stream waits between the steps. On the CPU the wait for the transfer does.
                 transfer.wait_for(transfer.works)
-                self._go_on(transfer)
+                transfer.go_on()
             transfer.done.record()
         sender.listener.record(sender, "fetch", transfer.row[2], transfer)
         return transfer
-
-    def _go_on(self, transfer: Transfer) -> None:
-        """
-        #### Start each later step when the one before has arrived
-        """
-        steps = self._later[transfer]
-        while steps:
-            sent = len(transfer.works)
-            steps.pop(0)()
-            transfer.wait_for(transfer.works[sent:])
-        del self._later[transfer]
 
     def announce_fault(self, groups: Iterable[Group], sender: Sender) -> None:
         """
         ### Send the later steps all the same, so that the other ranks reach the announcement
         """
-        later = self._later
-        self._later = {}
-        for transfer, steps in later.items():
-            in_flight.lose(transfer)
-            for step in steps[:-1]:
+        for transfer in self._unfinished():
+            later = transfer.later
+            transfer.later = []
+            for step in later[:-1]:
                 with suppress(RuntimeError):
                     step()
         super().announce_fault(groups, sender)
 
-    def _rows_of(self, full: torch.Tensor, exact: bool) -> torch.Tensor:
+    def _unfinished(self) -> list[Transfer]:
+        """
+        #### The gathers that have later steps
+        """
+        return [user for user in in_flight.users
+                if isinstance(user, Transfer) and user.comm is self and user.later]
+
+    def _encoded(self, full: torch.Tensor,
+                 rows: torch.Tensor,
+                 exact: bool) -> torch.Tensor:
         """
         #### The rows that travel, `(world_size, n)`: those of the flat parameter, or encoded ones
         """
-        rows = self.rows(full)
         if exact or self.links.weights is None or not full.is_floating_point():
             return rows
         return torch.empty(self.world_size, self.links.weights.nbytes(rows.shape[1]),
@@ -332,13 +320,7 @@ class LinkedCommunicator(Communicator):
         #### Drop the slices that are kept of these flat parameters
         """
         for full in fulls:
-            self._kept.pop(id(full), None)
-
-    def end_pass(self) -> None:
-        """
-        ### The end of a backward pass: drop the slices that it has not used
-        """
-        self._kept.clear()
+            self.kept.pop(id(full), None)
 
     def _slice(self, rows: torch.Tensor) -> torch.Tensor:
         """
@@ -364,7 +346,7 @@ class LinkedCommunicator(Communicator):
         """
         for (full, _), each in zip(transfer.pairs, rows, strict=True):
             if keeps:
-                self._kept[id(full)] = self._slice(each).clone()
+                self.kept[id(full)] = self._slice(each).clone()
             if self.links.weights and each.dtype != full.dtype:
                 out = self.rows(full)
                 out.copy_(self.links.weights.decode(each, out.shape[1]))
@@ -507,8 +489,8 @@ class LinkedCommunicator(Communicator):
         """
         ### The slices that are kept for backward, and what arrives encoded
         """
-        yield from self._kept.values()
-        for transfer in self._later:
+        yield from self.kept.values()
+        for transfer in self._unfinished():
             yield from transfer.buffers
 
 

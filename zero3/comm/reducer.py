@@ -133,7 +133,8 @@ class Reducer:
         self.land()
         self.end_exchange()
         self.delivered()
-        self.comm.end_pass()
+        # Slices that the pass has not used.
+        self.comm.kept.clear()
 
     def drop(self, layer: Reducible) -> None:
         """
