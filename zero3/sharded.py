@@ -22,7 +22,7 @@ $$\lVert g \rVert = \sqrt{\sum_{r=0}^{N-1} \lVert g^{(r)} \rVert^2}$$
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -269,12 +269,6 @@ class ShardedModel(Trained, Named):
     comm: Communicator  # of all ranks, if the model has one; a chain has that of its layers
     label = "the model"
     listener = Listener()
-
-    def held_tensors(self) -> Iterable[torch.Tensor | None]:
-        """
-        ### Memory that it holds besides that of its layers, for a `Ledger`
-        """
-        return ()
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """

@@ -270,9 +270,8 @@ def test_a_step_on_nodes_sends_what_the_formulas_say(shape, options):
     node, backward brings none. Nothing is kept without gradients, nor after the step. Breaks where
     a row enters a node twice, and where an encoding's scales are not counted.
     Proves I4, `LinkedCommunicator.all_gather`, `LinkedCommunicator.reduce_scatter`,
-    `LinkedCommunicator.exchange`, `LinkedCommunicator.held_tensors`, `_all_to_all`, `_arrived`,
-    `Communicator.held_tensors`, `Transfer.starting`,
-    `Transfer.count`,
+    `LinkedCommunicator.exchange`, `_all_to_all`, `_arrived`,
+    `Communicator.held_tensors`, `Transfer.starting`, `Transfer.count`,
     `Group.far`, `node_of`, `Encoding`.
     """
     nodes, ranks = shape
@@ -495,7 +494,7 @@ def test_a_rank_that_diverges_is_an_error_on_every_node(options):
     Ranks 1 and 2 find it themselves, each in the group that it shares with rank 3. Rank 0 shares
     none with it, and hears of it from them.
     Proves I6, `diverged`, `Transfer._give_up`, `Communicator.announce_fault`,
-    `LinkedCommunicator.announce_fault`.
+    `Communicator._unfinished`.
     """
     said = run(diverging_nodes, 4, options)
     for rank, text in enumerate(said):

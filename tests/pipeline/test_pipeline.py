@@ -376,7 +376,7 @@ def test_norms_groups_accumulation_and_full_params_are_those_of_the_whole_model(
     parameter on every rank, and brings back what the first rank wrote. Gradients of two batches add
     up. A `Ledger` hears of each action.
     Proves `Pipeline.full_params`, `Pipeline.held_tensors`, `Zero3Optimizer._make_shard_states`,
-    `clip_grad_norm_`, `Counted`, `ShardedModel.held_tensors`.
+    `clip_grad_norm_`, `Counted`.
     """
     answers = run(used, 4)
     for norm, stepped, passes, groups, moved, back, (shape, raises) in answers:

@@ -211,11 +211,20 @@ class Communicator(Peers):
         """
         return sums, None
 
-    def held_tensors(self) -> Iterable[torch.Tensor]:
+    def held_tensors(self) -> Iterator[torch.Tensor]:
         """
-        ### Memory that it holds besides the transfers in flight, for a `Ledger`: none here
+        ### Memory for a `Ledger`: the slices, and what is in flight of gathers with later steps
         """
-        return ()
+        yield from self.kept.values()
+        for transfer in self._unfinished():
+            yield from transfer.buffers
+
+    def _unfinished(self) -> list[Transfer]:
+        """
+        #### The transfers that have later steps
+        """
+        return [user for user in in_flight.users
+                if isinstance(user, Transfer) and user.comm is self and user.later]
 
     def numbers(self, sender: Sender,
                 mine: torch.Tensor,
@@ -410,7 +419,15 @@ class Communicator(Peers):
     def announce_fault(self, groups: Iterable[Group], sender: Sender) -> None:
         """
         ### Have the other ranks of some groups raise an error as soon as they wait for this one
+
+        Later steps are sent all the same, so that the other ranks reach the announcement.
         """
+        for transfer in self._unfinished():
+            later = transfer.later
+            transfer.later = []
+            for step in later[:-1]:
+                with suppress(RuntimeError):
+                    step()
         for group in groups:
             with suppress(RuntimeError):
                 in_flight.lose(self.begin([group], [sender], "fault", []))

@@ -70,7 +70,6 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -86,7 +85,6 @@ from zero3.comm.encodings import Encoding, is_encoding
 from zero3.comm.mesh import groups_of, wait_as_long
 from zero3.comm.order import Group, Sender
 from zero3.guards.options import expect
-from zero3.in_flight import in_flight
 from zero3.watch import in_backward
 
 
@@ -274,25 +272,6 @@ class LinkedCommunicator(Communicator):
             transfer.done.record()
         sender.listener.record(sender, "fetch", transfer.row[2], transfer)
         return transfer
-
-    def announce_fault(self, groups: Iterable[Group], sender: Sender) -> None:
-        """
-        ### Send the later steps all the same, so that the other ranks reach the announcement
-        """
-        for transfer in self._unfinished():
-            later = transfer.later
-            transfer.later = []
-            for step in later[:-1]:
-                with suppress(RuntimeError):
-                    step()
-        super().announce_fault(groups, sender)
-
-    def _unfinished(self) -> list[Transfer]:
-        """
-        #### The gathers that have later steps
-        """
-        return [user for user in in_flight.users
-                if isinstance(user, Transfer) and user.comm is self and user.later]
 
     def _encoded(self, full: torch.Tensor,
                  rows: torch.Tensor,
@@ -484,14 +463,6 @@ class LinkedCommunicator(Communicator):
             return total.copy_(collectives.sum_of(group, total, received))
         # NCCL has added already.
         return total
-
-    def held_tensors(self) -> Iterable[torch.Tensor]:
-        """
-        ### The slices that are kept for backward, and what arrives encoded
-        """
-        yield from self.kept.values()
-        for transfer in self._unfinished():
-            yield from transfer.buffers
 
 
 def _all_reduce(total: torch.Tensor, _: torch.Tensor, **kwargs: Any) -> dist.Work | None:

@@ -108,12 +108,10 @@ class FreedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if cls.traceable and torch.compiler.is_compiling():
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs or {})
         removes_grad = func == torch.Tensor.grad.__set__ and args[1] is None
         if func in METADATA or (cls.is_shard and (removes_grad or func in _OF_SHARDS)):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs or {})
         owner = cls.owner()
         # The method of a property is called `__get__`, and the property has the name.
         use = getattr(func, "__self__", func) if func.__name__ == "__get__" else func

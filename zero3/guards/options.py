@@ -67,9 +67,8 @@ def same(what: str,
         for name in {**first, **theirs}:
             here = first.get(name, "none")
             there = theirs.get(name, "none")
-            if here != there:
-                expect(False, what, f"the same {name} on all ranks",
-                       f"{here!r} on rank {ranks[0]}, and {there!r} on rank {rank}", cure, kind)
+            expect(here == there, what, f"the same {name} on all ranks",
+                   f"{here!r} on rank {ranks[0]}, and {there!r} on rank {rank}", cure, kind)
 
 
 class Named:
