@@ -666,7 +666,6 @@ class Transfer(Counted):
                         for group, order in self.orders)
             problem = next(filter(None, problems), "")
             if not problem:
-                self.wait_for(self.works[self.announced :])
                 self.go_on()
         except (RuntimeError, ValueError) as error:
             problem = self._problem(error)
@@ -675,8 +674,9 @@ class Transfer(Counted):
 
     def go_on(self) -> None:
         """
-        ### Start each later step when the one before has arrived
+        ### Wait for the data, and start each later step when the one before has arrived
         """
+        self.wait_for(self.works[self.announced :])
         while self.later:
             sent = len(self.works)
             self.later.pop(0)()

@@ -267,7 +267,6 @@ class LinkedCommunicator(Communicator):
             first()
             if not self.by_messages:
                 # The stream waits between the steps. On the CPU the wait for the transfer does.
-                transfer.wait_for(transfer.works)
                 transfer.go_on()
             transfer.done.record()
         sender.listener.record(sender, "fetch", transfer.row[2], transfer)
