@@ -111,18 +111,21 @@ class Watch:
         for tensor in tensors_in(value):
             if tensor.requires_grad and torch.is_grad_enabled():
                 call.inputs += 1
-                # The tensor may outlive the graph, and would collect the hooks of all passes.
-                handle = tensor.register_hook(partial(self._arrives, weakref.ref(call)))
-                weakref.finalize(call, handle.remove)
+                if tensor.is_leaf:
+                    # It may outlive the graph, and would collect the hooks of all passes.
+                    handle = tensor.register_hook(partial(self._arrives, weakref.ref(call)))
+                    weakref.finalize(call, handle.remove)
+                else:
+                    tensor.register_hook(partial(self._arrives, lambda: call))
         return value
 
-    def _arrives(self, call: weakref.ref[Call], *_) -> None:
+    def _arrives(self, ours: Callable[[], Call | None], *_) -> None:
         """
         #### The gradient of an input is complete
 
         A module may take gradients in its forward. They say nothing about the layer's backward.
         """
-        if call() in self.entered:
+        if ours() in self.entered:
             self.inputs_left -= 1
             self.event()
 

@@ -451,8 +451,8 @@ def between(how, model):
 def test_the_last_layer_of_a_chain_is_closed_between_forward_and_backward(how):
     """
     As every other layer, though it is still whole: a use of a weight is an error, and a step in
-    between would make its values old. Breaks without `hide` after forward; or where a recomputation
-    and backward do not show the parameters again.
+    between would make its values old. Breaks without `close` after forward; or where a
+    recomputation and backward do not show the parameters again.
     Proves I1, `LayerGuard.after_forward`, `LayerGuard.before_forward`,
     `LayerGuard.before_backward`, `Guarded.fetch_for_others`, `Guarded.show_again`.
     """

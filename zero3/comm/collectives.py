@@ -534,7 +534,9 @@ class Communicator(Peers):
                     whole = parts[0]
                 # The source has the values already, and a copy would count as a write.
                 if group.rank != source:
-                    tensor.detach().copy_(whole)
+                    # Not into `tensor.detach()`, which has indices of its own if it is sparse.
+                    with torch.no_grad():
+                        tensor.copy_(whole)
 
 
 @dataclass(eq=False)
