@@ -228,7 +228,7 @@ def test_a_copy_is_never_older_than_the_weights():
     """
     Reentrant checkpointing runs forward without gradients, and keeps no copy itself. Breaks where
     backward takes the copy of a forward before the step.
-    Proves I1, I2, `_forget`, `Reducer.end`.
+    Proves I1, I2, `_forget`, `LinkedCommunicator.end_pass`, `Communicator.end_pass`.
     """
     assert run(stepped_in_between, 2) == [(10.0, 0)] * 2
 
@@ -270,7 +270,7 @@ def test_a_step_on_nodes_sends_what_the_formulas_say(shape, options):
     node, backward brings none. Nothing is kept without gradients, nor after the step. Breaks where
     a row enters a node twice, and where an encoding's scales are not counted.
     Proves I4, `LinkedCommunicator.all_gather`, `LinkedCommunicator.reduce_scatter`,
-    `LinkedCommunicator.exchange`, `_all_to_all`, `_arrived`,
+    `LinkedCommunicator.exchange`, `LinkedCommunicator.held_tensors`, `_all_to_all`, `_arrived`,
     `Communicator.held_tensors`, `Transfer.starting`, `Transfer.count`,
     `Group.far`, `node_of`, `Encoding`.
     """
@@ -494,7 +494,7 @@ def test_a_rank_that_diverges_is_an_error_on_every_node(options):
     Ranks 1 and 2 find it themselves, each in the group that it shares with rank 3. Rank 0 shares
     none with it, and hears of it from them.
     Proves I6, `diverged`, `Transfer._give_up`, `Communicator.announce_fault`,
-    `Communicator._unfinished`.
+    `LinkedCommunicator.announce_fault`.
     """
     said = run(diverging_nodes, 4, options)
     for rank, text in enumerate(said):

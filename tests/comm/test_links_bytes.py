@@ -277,7 +277,7 @@ def test_a_node_keeps_a_slice_of_each_layer_until_the_end_of_backward_at_most(na
     In forward the slices of all layers pile up. Those that backward does not use are freed at its
     end: that of a frozen layer below the first that trains, and that of the last layer, which stays
     full. Breaks where a slice is kept longer.
-    Proves I2, I3, `Communicator.held_tensors`, `Reducer.end`.
+    Proves I2, I3, `LinkedCommunicator.held_tensors`, `LinkedCommunicator.end_pass`.
     """
     layout, _ = SECONDARY[name]
     for rank, found in enumerate(run(slices, layout.divisor, layout)):

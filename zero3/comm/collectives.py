@@ -121,8 +121,6 @@ class Communicator(Peers):
         self.broken = ""
         # The rank that has announced a fault, if one has (see `guards/diverged.py`).
         self.failed: int | None = None
-        # Slices of layers that a node keeps until backward, by their flat parameters (`links.py`).
-        self.kept: dict[int, torch.Tensor] = {}
         # The number of the model, on which the ranks agreed when they met to shard.
         self.met = 0
 
@@ -211,20 +209,16 @@ class Communicator(Peers):
         """
         return sums, None
 
-    def held_tensors(self) -> Iterator[torch.Tensor]:
+    def end_pass(self) -> None:
         """
-        ### Memory for a `Ledger`: the slices, and what is in flight of gathers with later steps
+        ### The end of a backward pass: nothing to do here
         """
-        yield from self.kept.values()
-        for transfer in self._unfinished():
-            yield from transfer.buffers
 
-    def _unfinished(self) -> list[Transfer]:
+    def held_tensors(self) -> Iterable[torch.Tensor]:
         """
-        #### The transfers that have later steps
+        ### Memory that it holds besides the transfers in flight, for a `Ledger`: none here
         """
-        return [user for user in in_flight.users
-                if isinstance(user, Transfer) and user.comm is self and user.later]
+        return ()
 
     def numbers(self, sender: Sender,
                 mine: torch.Tensor,
@@ -419,15 +413,7 @@ class Communicator(Peers):
     def announce_fault(self, groups: Iterable[Group], sender: Sender) -> None:
         """
         ### Have the other ranks of some groups raise an error as soon as they wait for this one
-
-        Later steps are sent all the same, so that the other ranks reach the announcement.
         """
-        for transfer in self._unfinished():
-            later = transfer.later
-            transfer.later = []
-            for step in later[:-1]:
-                with suppress(RuntimeError):
-                    step()
         for group in groups:
             with suppress(RuntimeError):
                 in_flight.lose(self.begin([group], [sender], "fault", []))

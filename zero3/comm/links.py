@@ -70,6 +70,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -85,6 +86,7 @@ from zero3.comm.encodings import Encoding, is_encoding
 from zero3.comm.mesh import groups_of, wait_as_long
 from zero3.comm.order import Group, Sender
 from zero3.guards.options import expect
+from zero3.in_flight import in_flight
 from zero3.watch import in_backward
 
 
@@ -185,6 +187,8 @@ class LinkedCommunicator(Communicator):
         elif len(self.groups) > 1:
             self.replicas = self.groups[1]
         self.sharers = (self.group, self.across)
+        # The slice of each layer that this node keeps until backward, by its flat parameter.
+        self._kept: dict[int, torch.Tensor] = {}
 
     @cached_property
     def sharing(self) -> Group:
@@ -243,7 +247,7 @@ class LinkedCommunicator(Communicator):
             if not in_backward():
                 # The optimizer may have stepped since.
                 self._forget(full for full, _ in pairs)
-            near = all(id(full) in self.kept for full, _ in pairs)
+            near = all(id(full) in self._kept for full, _ in pairs)
             groups = [self.group] if near else [*self.sharers]
             action = "gather from the node" if near else "gather"
             transfer = self.begin(groups, [sender], action, pairs)
@@ -253,7 +257,7 @@ class LinkedCommunicator(Communicator):
                 rows.append(each)
                 if near:
                     # Each copy serves one gather.
-                    self._slice(each).copy_(self.kept.pop(id(full)))
+                    self._slice(each).copy_(self._kept.pop(id(full)))
                 else:
                     self._put(shard, each[self.rank])
                     transfer.count(self.across, each[0].nbytes)
@@ -271,6 +275,26 @@ class LinkedCommunicator(Communicator):
             transfer.done.record()
         sender.listener.record(sender, "fetch", transfer.row[2], transfer)
         return transfer
+
+    def announce_fault(self, groups: Iterable[Group], sender: Sender) -> None:
+        """
+        ### Send the later steps all the same, so that the other ranks reach the announcement
+        """
+        for transfer in self._unfinished():
+            in_flight.lose(transfer)
+            later = transfer.later
+            transfer.later = []
+            for step in later[:-1]:
+                with suppress(RuntimeError):
+                    step()
+        super().announce_fault(groups, sender)
+
+    def _unfinished(self) -> list[Transfer]:
+        """
+        #### The gathers that have later steps
+        """
+        return [user for user in in_flight.users
+                if isinstance(user, Transfer) and user.comm is self and user.later]
 
     def _encoded(self, full: torch.Tensor,
                  rows: torch.Tensor,
@@ -298,7 +322,13 @@ class LinkedCommunicator(Communicator):
         #### Drop the slices that are kept of these flat parameters
         """
         for full in fulls:
-            self.kept.pop(id(full), None)
+            self._kept.pop(id(full), None)
+
+    def end_pass(self) -> None:
+        """
+        ### The end of a backward pass: drop the slices that it has not used
+        """
+        self._kept.clear()
 
     def _slice(self, rows: torch.Tensor) -> torch.Tensor:
         """
@@ -324,7 +354,7 @@ class LinkedCommunicator(Communicator):
         """
         for (full, _), each in zip(transfer.pairs, rows, strict=True):
             if keeps:
-                self.kept[id(full)] = self._slice(each).clone()
+                self._kept[id(full)] = self._slice(each).clone()
             if self.links.weights and each.dtype != full.dtype:
                 out = self.rows(full)
                 out.copy_(self.links.weights.decode(each, out.shape[1]))
@@ -462,6 +492,14 @@ class LinkedCommunicator(Communicator):
             return total.copy_(collectives.sum_of(group, total, received))
         # NCCL has added already.
         return total
+
+    def held_tensors(self) -> Iterable[torch.Tensor]:
+        """
+        ### The slices that are kept for backward, and what arrives encoded
+        """
+        yield from self._kept.values()
+        for transfer in self._unfinished():
+            yield from transfer.buffers
 
 
 def _all_reduce(total: torch.Tensor, _: torch.Tensor, **kwargs: Any) -> dist.Work | None:

@@ -133,8 +133,7 @@ class Reducer:
         self.land()
         self.end_exchange()
         self.delivered()
-        # Slices that the pass has not used.
-        self.comm.kept.clear()
+        self.comm.end_pass()
 
     def drop(self, layer: Reducible) -> None:
         """

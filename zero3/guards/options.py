@@ -67,8 +67,9 @@ def same(what: str,
         for name in {**first, **theirs}:
             here = first.get(name, "none")
             there = theirs.get(name, "none")
-            expect(here == there, what, f"the same {name} on all ranks",
-                   f"{here!r} on rank {ranks[0]}, and {there!r} on rank {rank}", cure, kind)
+            if here != there:
+                expect(False, what, f"the same {name} on all ranks",
+                       f"{here!r} on rank {ranks[0]}, and {there!r} on rank {rank}", cure, kind)
 
 
 class Named:
