@@ -116,6 +116,8 @@ class Watch:
                     handle = tensor.register_hook(partial(self._arrives, weakref.ref(call)))
                     weakref.finalize(call, handle.remove)
                 else:
+                    # It keeps the call for as long as the graph. An output that somebody writes to
+                    # loses its hooks, and with them the call.
                     tensor.register_hook(partial(self._arrives, lambda: call))
         return value
 
