@@ -48,7 +48,6 @@ from docs.contents import ROOT, page_of
 from docs.figures import Figures, colored
 from docs.frame import Frame, words_and_lines
 from notebooks.run import joined
-from zero3.train import launch
 
 INDEX = "docs/index.md"
 # Each of these files has a page.
@@ -619,5 +618,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    launch.preload("docs.ladder", "docs.tape", "zero3.compiler.model")
     sys.exit(main())

@@ -229,7 +229,7 @@ class FlatParameter:
 
     def open(self, was_freed: bool = True) -> None:
         """
-        ### Open the parameters, because they are gathered now
+        ### Open the parameters: from now on they may be used
 
         Autograd accepts the tensors that it saved in forward.
 
@@ -242,7 +242,7 @@ class FlatParameter:
 
     def close(self, is_freed: bool = True) -> None:
         """
-        ### Close the parameters, because their memory is about to be freed
+        ### Close the parameters: from now on each use is an error
 
         Without this, an operation that reaches a freed parameter would read address zero and crash
         the process.

@@ -87,7 +87,7 @@ def test_nodes_train_like_plain_pytorch_on_the_global_batch(shape, native, secon
     backward takes the slice of an earlier forward.
     Proves I1, I5, I7, I8, I9, `LinkedCommunicator.all_gather`, `LinkedCommunicator.reduce_scatter`,
     `LinkedCommunicator.exchange`, `Communicator.scatter`, `communicator`, `groups_of`,
-    `_hop`, `_encoded`, `LinkedCommunicator._put`, `_slice`, `Transfer.go_on`, `_send_sums`.
+    `_hop`, `_travelling`, `LinkedCommunicator._put`, `_slice`, `Transfer.go_on`, `_send_sums`.
     """
     names = [name for name in CASES if name not in ("DataTypes", "Library")]
     # Half of them with both or neither, and the other half with one of the two.

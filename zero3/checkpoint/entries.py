@@ -558,8 +558,8 @@ class Entries(Named):
         * `where` is a range of the shard; left out, the whole shard
 
         Returns `(where.stop - where.start,)`. The padding is zero (invariant I5), and so are
-        moments that a parameter does not have. All ranks get the same data type, also one that has
-        nothing but padding.
+        moments that a parameter does not have. All ranks get the widest data type of the
+        parameters, also one that has nothing but padding.
         """
         shard = flat.parameter.shard
         where = where or slice(0, len(shard))

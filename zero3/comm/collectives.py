@@ -229,11 +229,11 @@ class Communicator(Peers):
 
         * `mine` are this rank's, `(n,)`
         * `options` are the same on all ranks, or the wait raises an error
-        * `groups` default to those of the replicas
+        * `groups` default to all of this communicator
 
-        All ranks must call it, with as many numbers. A rank sends $N-1$ times their bytes, and with
-        $R$ replicas $R N-1$ times. Returns every rank's, `(divisor, n)`; the first `world_size`
-        rows are of the first replica.
+        All ranks of the groups must call it, with as many numbers. A rank sends $N-1$ times their
+        bytes, and with $R$ replicas $R N-1$ times. Returns a row of each rank; by default
+        `(divisor, n)`, and the first `world_size` rows are of the first replica.
         """
         rows = mine
         for group in groups or self.groups:

@@ -253,7 +253,7 @@ class LinkedCommunicator(Communicator):
             transfer = self.begin(groups, [sender], action, pairs)
             rows = []
             for full, shard in pairs:
-                each = self._encoded(full, self._rows_to_fill(transfer, full, shard), exact)
+                each = self._travelling(full, self._rows_to_fill(transfer, full, shard), exact)
                 rows.append(each)
                 if near:
                     # Each copy serves one gather.
@@ -265,10 +265,11 @@ class LinkedCommunicator(Communicator):
                 if each.dtype != full.dtype:
                     transfer.buffers.append(each)
             keeps = self.links.secondary and torch.is_grad_enabled() and not in_backward()
-            first, *later = [partial(self._hop, transfer, group, rows) for group in groups[::-1]]
-            # The last step sends nothing.
-            transfer.later = [*later, partial(self._arrived, transfer, rows, keeps)]
-            first()
+            # A group of one rank sends nothing, and the last step neither.
+            hops = [partial(self._hop, transfer, group, rows)
+                    for group in groups[::-1] if group.size > 1]
+            transfer.later = [*hops, partial(self._arrived, transfer, rows, keeps)]
+            transfer.later.pop(0)()
             if not self.by_messages:
                 # The stream waits between the steps. On the CPU the wait for the transfer does.
                 transfer.go_on()
@@ -296,9 +297,9 @@ class LinkedCommunicator(Communicator):
         return [user for user in in_flight.users
                 if isinstance(user, Transfer) and user.comm is self and user.later]
 
-    def _encoded(self, full: torch.Tensor,
-                 rows: torch.Tensor,
-                 exact: bool) -> torch.Tensor:
+    def _travelling(self, full: torch.Tensor,
+                    rows: torch.Tensor,
+                    exact: bool) -> torch.Tensor:
         """
         #### The rows that travel, `(world_size, n)`: those of the flat parameter, or encoded ones
         """

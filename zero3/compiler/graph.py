@@ -266,7 +266,7 @@ def linked(graph: fx.Graph, layers: Mapping[str, object]) -> fx.GraphModule:
     nodes: dict[Any, fx.Node] = {}
     for i, layer in enumerate(named):
         vars(root)[f"layer_{i}"] = weakref.ref(layers[layer])
-        # At the top.
+        # At the top, the last one first.
         with graph.inserting_before():
             nodes[layer] = graph.create_node("get_attr", f"layer_{i}")
     for node in operations:

@@ -276,7 +276,8 @@ def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[P
     for node in dropped:
         saved[node.name].replace_all_uses_with(again[node])
         backward.erase_node(saved[node.name])
-    # Views that backward does not read.
+    # Views that backward does not read. The operations of communication come into the graph later:
+    # nobody reads their results, so they would be dropped too.
     backward.eliminate_dead_code()
     output = forward.output_node()
     output.args = (tuple(each for each in output.args[0] if each not in dropped),)  # type: ignore[union-attr]

@@ -80,7 +80,7 @@ class Line:
         self.twins = WeakTensorKeyDictionary()
         self.patterns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of split modules
         self.border = Border(self)
-        # By a module of a stream: its border, which is another one.
+        # The border of each module of a stream. Other modules have `self.border`.
         self.borders: WeakKeyDictionary[nn.Module, Border] = WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict) -> "Line":

@@ -141,14 +141,14 @@ class LayerActivations:
         """
         layer = self.layer()
         assert layer is not None
+        if not (torch.is_grad_enabled() and self.activations.moves_from(layer.device)):
+            return nullcontext()
         # Backward follows a recomputation at once. And under a checkpoint around the layer, whose
         # hooks are active, autograd saves nothing.
         active = _active_hooks(True)
-        is_outermost = active is None or active[1] is bring_back
-        if (is_outermost and torch.is_grad_enabled() and not in_backward()
-                and self.activations.moves_from(layer.device)):
-            return saved_tensors_hooks(Forward(self.activations, layer, inputs).pack, bring_back)
-        return nullcontext()
+        if in_backward() or (active is not None and active[1] is not bring_back):
+            return nullcontext()
+        return saved_tensors_hooks(Forward(self.activations, layer, inputs).pack, bring_back)
 
 
 class Forward:
@@ -277,6 +277,7 @@ class Visit:
         # The storages that a graph still needs. Weakly, because they refer to this object.
         self.members: weakref.WeakValueDictionary[int, SavedStorage] = (
             weakref.WeakValueDictionary())
+        self.has_left = False
 
     def add(self, stored: SavedStorage) -> None:
         """
@@ -288,7 +289,7 @@ class Visit:
 
     def leave(self) -> None:
         """
-        ### Begin to copy what only memory has
+        ### Begin to copy, once
 
         Raises `RuntimeError` if the disk is full. Nothing is lost then, because all of it is still
         in memory.
@@ -296,8 +297,10 @@ class Visit:
         layer = self.layer()
         going = [stored for stored in self.members.values()
                  if stored.visits[-1] is self and stored.can_leave]
-        if not going or layer is None:
+        if self.has_left or not going or layer is None:
             return
+        # Also if the disk is full, or each later forward would try again.
+        self.has_left = True
         # Where each copy begins in the file, and where the last one ends.
         *begins, end = accumulate((whole_blocks(stored.nbytes) for stored in going), initial=0)
         shelf = self._shelf(layer, end)

@@ -92,6 +92,7 @@ class Buffers:
                          "bytes more from each rank", problem, "make the folder, let this user "
                          "write to it, choose one on a larger disk, or raise the hard limit "
                          "on open files (`ulimit -Hn`) before the start")
+        # After an error, `agree` has raised.
         return made
 
     def make_file(self, nbytes: int) -> File:

@@ -379,6 +379,7 @@ class Zero3Optimizer(Stepper):
             nbytes = sum(portion.nbytes(self.moments)
                          for portion in in_memory if portion.device == device)
             self.offload.check(self, "masters, moments and gradients", nbytes, device)
+        # The options are those of all stages, so all of them raise this error.
         self.expect(self.offload.fraction in (0, 1) or not any(map(is_whole, options)),
                     "cannot divide its states", "parameters that are stepped element by element",
                     "some that are stepped whole", "leave `fraction` out")

@@ -85,7 +85,7 @@ class Channels:
         self.line = line
         self.ranks = ranks
         self.device = device
-        # Which of them are on other nodes.
+        # Whether each rank of the pipeline is on another node.
         self.far = [node_of(rank) != node_of(line.global_rank)
                     for rank in line.ranks]
         self.control = self._group(ranks, "gloo")

@@ -83,7 +83,7 @@ class StageLayer(Zero3Layer):
         self._cleanup_params()
 
     def reshard(self) -> None:
-        # After a fault no stage lets go of it any more.
+        # After a fault no stage releases it.
         self.holders = frozenset()
         super().reshard()
 

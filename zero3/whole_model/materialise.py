@@ -122,14 +122,16 @@ class Source:
         made: dict[torch.Tensor, torch.Tensor] = {}
         empty: dict[str, list[str]] = {}
         for at, module in modules.items():
-            for name, t in (*module._parameters.items(), *module._buffers.items()):
-                if t is not None and t.is_meta:
-                    if t not in made:
-                        made[t] = torch.empty_like(t, device=self.device, requires_grad=False)
-                        if isinstance(t, nn.Parameter):
-                            made[t] = nn.Parameter(made[t], t.requires_grad)
-                    setattr(module, name, made[t])
-                    empty.setdefault(at, []).append(name)
+            kinds: Any = (module._parameters, module._buffers)
+            for tensors in kinds:
+                for name, t in tensors.items():
+                    if t is not None and t.is_meta:
+                        if t not in made:
+                            made[t] = torch.empty_like(t, device=self.device, requires_grad=False)
+                            if isinstance(t, nn.Parameter):
+                                made[t] = nn.Parameter(made[t], t.requires_grad)
+                        tensors[name] = made[t]
+                        empty.setdefault(at, []).append(name)
         return made, empty
 
     def _give_values(self, modules: dict[str, nn.Module],
