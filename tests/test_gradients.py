@@ -504,7 +504,8 @@ def test_parameters_without_a_gradient_stay_as_they_are(world_size):
     a checkpoint and a state dict: weights and counts are plain PyTorch's. Breaks where an unused
     parameter is stepped with a zero gradient (off by 4.9e-3), or shares its count with a used one.
     Proves I1, I8, `Zero3Optimizer._unused`, `Zero3Optimizer._squares`, `Zero3Optimizer.regroup`,
-    `ShardStates.repartition`, `predict_optimizer`, `Entries.describe`, `Piece`,
+    `ShardStates.split_by_use`, `ShardStates.repartition`,
+    `ShardStates.used`, `predict_optimizer`, `Entries.describe`, `Piece`,
     `_states_of`, `ShardGradient.note_used`.
     """
     for rank in run(alternate_all, world_size):
@@ -541,7 +542,7 @@ def test_a_parameter_is_used_if_any_rank_uses_it_and_says_so_in_few_bytes():
     The ranks use different heads, and both are stepped. A step in which nothing is missing sends 8
     bytes for the shard; one in which something is, 8 more for each parameter; a cut adds a count of
     steps, 4 bytes, and no copy of a moment.
-    Proves I1, I4, `Zero3Optimizer._unused`, `ShardStates.repartition`, `Piece`.
+    Proves I1, I4, `Zero3Optimizer._unused`, `ShardStates.split_by_use`, `Piece`.
     """
     ranks = run(used_on_one_rank, 2)
     for worst, sent, _ in ranks:

@@ -48,9 +48,9 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 932, "beside": 425, "checkpoint": 1232, "comm": 958, "compiler": 871, "compression":
-        777, "estimate": 654, "guards": 556, "inject": 706, "offload": 910, "optimizer": 1110,
-        "pipeline": 745, "train": 892, "whole_model": 844}
+MOST = {"": 932, "beside": 425, "checkpoint": 1236, "comm": 960, "compiler": 871, "compression":
+        777, "estimate": 654, "guards": 556, "inject": 706, "offload": 910, "optimizer": 1116,
+        "pipeline": 745, "train": 893, "whole_model": 844}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1488
 MOST_ANY = 280

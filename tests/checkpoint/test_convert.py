@@ -95,7 +95,7 @@ def test_an_export_opens_in_plain_pytorch_with_equal_logits(tmp_path):
     """
     A model that three ranks saved, to the last bit. Breaks where a parameter lies elsewhere, or has
     another name than in the plain model.
-    Proves `export`, `convert._parts`, `convert.main`.
+    Proves `export`, `convert._parts`, `_checkpoint_in`.
     """
     ids = torch.randint(256, (2, 8))
     logits = run(saves_gpt, 3, tmp_path / "run", ids)[0]

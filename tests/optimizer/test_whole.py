@@ -39,7 +39,7 @@ from zero3.comm.collectives import _ORDER_TAG
 from zero3.estimate.ledger import Ledger
 from zero3.in_flight import in_flight
 from zero3.inject import inject, policies
-from zero3.optimizer.stage3 import plain_names
+from zero3.optimizer.stage3 import plain_paths
 from zero3.optimizer.whole import Matrices, assign, cost, in_rounds, looks_at
 from zero3.pipeline import Pipeline
 
@@ -158,7 +158,7 @@ class Plain:
 
 def masters_of(optimizer):
     """All masters by name, whole"""
-    paths = plain_names(optimizer.model)
+    paths = plain_paths(optimizer.model)
     found = {}
     for states in optimizer.shard_states:
         with states.in_memory(optimizer.state, write=False) as ((_, master, _),):
@@ -169,7 +169,7 @@ def masters_of(optimizer):
             rows = rows.view(across, inside, -1).transpose(0, 1)
         rows = rows.flatten()
         for slot in states.flat.slots:
-            name = f"{paths[states.layer][0]}.{slot.names[0]}".strip(".")
+            name = f"{paths[states.layer]}.{slot.names[0]}".strip(".")
             found[name] = slot.of(rows).clone()
     return found
 
@@ -475,12 +475,12 @@ def test_nodes_give_the_same_bits():
 
 def whole_grads(optimizer):
     """The mean gradient of each parameter, as the ranks have it in their shards"""
-    paths = plain_names(optimizer.model)
+    paths = plain_paths(optimizer.model)
     found = {}
     for states in optimizer.shard_states:
         rows = optimizer.comm.numbers(optimizer, states.read_grad())
         for slot in states.flat.slots:
-            name = f"{paths[states.layer][0]}.{slot.names[0]}".strip(".")
+            name = f"{paths[states.layer]}.{slot.names[0]}".strip(".")
             found[name] = slot.of(rows.flatten()).clone()
     return found
 

@@ -1165,7 +1165,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind():
 def test_shards_have_the_plain_models_names_for_param_groups():
     """
     `group_by` sees the names that the plain model has.
-    Proves `plain_names`.
+    Proves `plain_paths`.
     """
     seen = []
     model = wrap(Tied(), Layer)

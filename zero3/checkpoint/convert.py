@@ -123,27 +123,32 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         check_files(args.folder)
-        # The newest of a run or of a training job, or the folder itself.
-        checkpoint = newest(args.folder) or newest(args.folder / "checkpoints") or args.folder
         if args.command == "verify":
             found = steps(args.folder) or steps(args.folder / "checkpoints")
             return verify([*found.values()] or [args.folder])
         elif args.command == "export":
-            export(checkpoint, args.out, TYPES.get(args.dtype))
+            export(_checkpoint_in(args.folder), args.out, TYPES.get(args.dtype))
         elif (args.folder / ".metadata").exists():
             from_dcp(args.folder, args.out)
         elif (args.folder / "latest_universal").exists() or (args.folder / "zero").is_dir():
             from_deepspeed(args.folder, args.out)
         elif args.format == "dcp":
-            to_dcp(checkpoint, args.out)
+            to_dcp(_checkpoint_in(args.folder), args.out)
         else:
-            to_deepspeed(checkpoint, args.out, args.torch_adam)
+            to_deepspeed(_checkpoint_in(args.folder), args.out, args.torch_adam)
     except (Exception, CheckpointException) as error:
         # Another library can raise anything over a forged file. DCP's `CheckpointException` is not
         # an `Exception`.
         print_escaped(f"zero3.checkpoint {args.command}: {_in_a_line(error)}", sys.stderr)
         return 1
     return 0
+
+
+def _checkpoint_in(folder: Path) -> Path:
+    """
+    #### The newest checkpoint of a run or of a training job, or the folder itself
+    """
+    return newest(folder) or newest(folder / "checkpoints") or folder
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -257,6 +257,7 @@ class Entries(Named):
                 "them with another optimizer, and pass its `state_dict()` in `extra`.",
                 stacklevel=2)
         described: list[FlatEntry] = []
+        first_state_of = cache(self._first_state)
         for flat in self.flats:
             keys = {"param": type_name(flat.dtype)}
             states: list[StatesEntry] = []
@@ -265,7 +266,7 @@ class Entries(Named):
                 if moments and length(piece.where) == 1 and piece.param not in self.spread:
                     # A count of one element looks like a moment here, so look at a parameter of
                     # two elements. All ranks have to find the same.
-                    first = self._first_state(piece.group_index, 1)
+                    first = first_state_of(piece.group_index, 1)
                     counts = [key for key in moments
                               if getattr(first.get(key), "shape", (2,)) != (2,)]
                     others |= {key: moments.pop(key) for key in counts}

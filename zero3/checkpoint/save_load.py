@@ -308,16 +308,22 @@ class Saving:
                            key=operator.itemgetter(0))
             self.manifest["files"] = [each for _, each in every if each]
             with self._on_all_ranks():
-                if self.entries.comm.is_first:
-                    commit_checkpoint(self.partial, self.manifest)
-                    # If one cannot be removed now, the next save tries again.
-                    with suppress(OSError):
-                        for path in [*steps(self.folder).values()][: -self.keep]:
-                            remove(path)
+                self._commit()
             self.complete.set_result(self.partial.with_suffix(""))
             # Let go of the model: `_LAST_SAVES` and the hook keep this object.
             del self.entries
         return self.complete.result()
+
+    def _commit(self) -> None:
+        """
+        #### Make the folder a checkpoint, and remove the oldest ones (on rank 0)
+        """
+        if self.entries.comm.is_first:
+            commit_checkpoint(self.partial, self.manifest)
+            # If one cannot be removed now, the next save tries again.
+            with suppress(OSError):
+                for path in [*steps(self.folder).values()][: -self.keep]:
+                    remove(path)
 
     @contextmanager
     def _on_all_ranks(self) -> Iterator[None]:

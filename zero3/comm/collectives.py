@@ -564,25 +564,9 @@ class Transfer(Counted):
 
         Raises `RuntimeError` if another rank is about to do something else (I6), or is gone.
         """
-        comm = self.comm
-        totals = []
         try:
             with named_range(f"wait for the {self.action} of {self.sender.label}"):
-                if self.add:
-                    # The backup stream takes the sums, because it may copy them to CPU memory next.
-                    with comm.on(comm.backup_stream):
-                        self._arrive()
-                        totals = [self.add(*pair) for pair in self.pairs]
-                        self.done.record()
-                else:
-                    # The compute stream itself waits, so that the fetch stream goes on with the
-                    # next layer.
-                    self._arrive()
-                comm.current_stream().wait_event(self.done)
-                if self.from_cpu:
-                    # The host waits too, because an optimizer on the CPU writes to the shard in
-                    # place.
-                    self.done.synchronize()
+                totals = self._wait()
         except BaseException:
             # Something may still arrive.
             in_flight.lose(self)
@@ -594,6 +578,26 @@ class Transfer(Counted):
         self.works = []
         self.pairs = []
         self.buffers = []
+        return totals
+
+    def _wait(self) -> list[torch.Tensor]:
+        """
+        #### Wait on the right stream, and add what a reduce has received
+        """
+        totals: list[torch.Tensor] = []
+        if self.add:
+            # The backup stream takes the sums, because it may copy them to CPU memory next.
+            with self.comm.on(self.comm.backup_stream):
+                self._arrive()
+                totals = [self.add(*pair) for pair in self.pairs]
+                self.done.record()
+        else:
+            # The compute stream itself waits, so that the fetch stream goes on with the next layer.
+            self._arrive()
+        self.comm.current_stream().wait_event(self.done)
+        if self.from_cpu:
+            # The host waits too, because an optimizer on the CPU writes to the shard in place.
+            self.done.synchronize()
         return totals
 
     @contextmanager

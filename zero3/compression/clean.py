@@ -68,7 +68,7 @@ from zero3.compression.weights import (
 )
 from zero3.guards.options import expect
 from zero3.offload.tensors import save_tensors
-from zero3.optimizer.stage3 import plain_names
+from zero3.optimizer.stage3 import plain_paths
 from zero3.sharded import ShardedModel, comm_of
 
 # Which rows and which columns of a weight are left, bool, or a slice for all.
@@ -120,7 +120,7 @@ def take_over(plain: nn.Module, trained: ShardedModel) -> None:
     """
     expect(comm_of(trained).stages.size == 1, "clean: `trained`", "a model with all layers on each "
            "rank", "a pipeline", "save it, and load it into a model without stages")
-    paths = {module: names[0] for module, names in plain_names(trained).items()}
+    paths = plain_paths(trained)
     rules = {path: getattr(module, "rule", None) for module, path in paths.items()}
     again = "call `compress` on both with the same rules, and in the same data type"
     for name, module in plain.named_modules():

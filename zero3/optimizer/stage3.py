@@ -104,6 +104,8 @@ from zero3.optimizer.whole import (
 )
 from zero3.sharded import ShardedModel, comm_of
 
+_FIRST_SCALE = 65536.0
+
 
 class Zero3Optimizer(Stepper):
     """
@@ -173,7 +175,7 @@ class Zero3Optimizer(Stepper):
         self.scale_floor = scale_floor
         self.loss_scale: Any = loss_scale if self.scaled else 1.0
         if self.dynamic:
-            self.loss_scale = max(65536.0, scale_floor)
+            self.loss_scale = max(_FIRST_SCALE, scale_floor)
         # Whether `backward` was called since the last step.
         self.has_scaled = False
         self.good_steps = 0
@@ -279,10 +281,10 @@ class Zero3Optimizer(Stepper):
 
         Returns the options of each param group, the same on all ranks.
         """
-        plain = plain_names(self.model)
+        plain = plain_paths(self.model)
         flats = {flat: layer for layer in self.layers for flat in layer.flats
                  if flat.shard.requires_grad and len(flat.shard)}
-        params = {flat: self._members(flat, plain[layer][0])
+        params = {flat: self._members(flat, plain[layer])
                   for flat, layer in flats.items()}
         # All stages of a pipeline get the same param groups, so a scheduler sets the same learning
         # rates on all of them.
@@ -558,8 +560,8 @@ class Zero3Optimizer(Stepper):
         self.has_scaled = False
         # torchrun gives each rank one thread. If an accelerator computes the layers, the ranks of
         # this machine share all cores for the step.
-        is_alone = self.device.type == "cpu" and self.layers[0].device.type != "cpu"
-        if not is_alone or torch.get_num_threads() != 1:
+        cores_are_idle = self.device.type == "cpu" and self.layers[0].device.type != "cpu"
+        if not cores_are_idle or torch.get_num_threads() != 1:
             return self._step()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
@@ -581,13 +583,11 @@ class Zero3Optimizer(Stepper):
                     "gradients that are reduced", "some that are held back",
                     "leave `no_sync()` first")
         has_scale = self.loss_scale != 1 and any(
-            states.shard.grad is not None
-            for states in self.shard_states)
+            states.shard.grad is not None for states in self.shard_states)
         self.expect(self.has_scaled or not has_scale, "cannot step", "gradients "
                     f"of a loss times {self.loss_scale:g}", "gradients of `loss.backward()`, which "
                     "has no scale", "call `optimizer.backward(loss)`; then `zero_grad()` and go on")
-        known = {states.shard
-                 for states in self.shard_states}
+        known = {states.shard for states in self.shard_states}
         for layer in self.layers:
             layer.expect(known.issuperset(layer.get_trainable_chunk()), "cannot be stepped",
                          "parameters that trained when the optimizer was built", "some that were "
@@ -629,9 +629,8 @@ class Zero3Optimizer(Stepper):
         unused = self._unused(squares.signbit().all(dim=0).tolist())
         # The owners step the pieces of the last param groups.
         count = len(self.inner.param_groups)
-        pieces = {states: [piece for piece in states.pieces
-                           if piece.group_index < count
-                           and states.params[piece.positions[0]] not in unused]
+        pieces = {states: [piece for piece in states.split_by_use(unused, self.state)
+                           if piece.group_index < count]
                   for states in self.shard_states
                   if states.shard.grad is not None and not unused.issuperset(states.params)}
         batches = self._batches(pieces)
@@ -694,9 +693,7 @@ class Zero3Optimizer(Stepper):
         squares = torch.stack([states.grad_norm().to(device, torch.double)
                                for states in self.shard_states]).square()  # (shards,) fp64
         for i, states in enumerate(self.shard_states):
-            # Names of the parameters that got a gradient on this rank; `None` means all. The flat
-            # gradient has zeros for the others, but plain PyTorch does not step them.
-            used = getattr(states.shard.grad, "used", None)
+            used = states.used
             if used is not None and len(used) < len(states.flat.slots):
                 # A square is never negative, so a minus can say that this rank had no gradient for
                 # some of the shard's parameters.
@@ -711,25 +708,18 @@ class Zero3Optimizer(Stepper):
         * `partial_everywhere` says for each shard whether every rank lacked the gradient of some
           parameter
 
-        Pieces with parameters of both kinds are split between them for good. All-gather of 8 bytes
-        for each parameter of such shards. All ranks call it.
+        All-gather of 8 bytes for each parameter of such shards. All ranks call it.
         """
         asked = [states for states, is_partial
                  in zip(self.shard_states, partial_everywhere, strict=True) if is_partial]
         if not asked:
             return set()
-        mine = {param: float(param.slot.names in getattr(states.shard.grad, "used", ()))
-                for states in asked
-                for param in states.params}
+        mine = {param: float(param.slot.names in (states.used or ()))
+                for states in asked for param in states.params}
         rows = self.comm.numbers(self, torch.tensor(
             [*mine.values()], dtype=torch.double, device=self.layers[0].device))
         counts = rows.sum(dim=0).tolist()
-        unused = {param
-                  for param, count in zip(mine, counts, strict=True) if not count}
-        for states in asked:
-            states.repartition([(param.key, param in unused) for param in states.params],
-                               self.state)
-        return unused
+        return {param for param, count in zip(mine, counts, strict=True) if not count}
 
     def _overflow(self, squares: torch.Tensor, stages: torch.Tensor) -> None:
         """
@@ -965,11 +955,19 @@ def _digits(value: Any) -> str:
                     for each in pytree.tree_leaves(plain))
 
 
+def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
+    """
+    ## The name of each module in the plain model
+
+    `group_by` gets names that begin with these.
+    """
+    return {module: names[0]
+            for module, names in plain_names(model).items()}
+
+
 def plain_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     """
     ## All names of each module in the plain model
-
-    `group_by` gets names that begin with the first of these.
     """
     found: dict[nn.Module, list[str]] = {}
 

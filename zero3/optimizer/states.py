@@ -178,7 +178,8 @@ class ShardStates:
                  (slice(cut, numel), Offload(), layer.device)]
         self.portions = [Portion(flat, *part, self.master_dtype)
                          for part in parts if part[0].start < part[0].stop]
-        # Where a reduced gradient goes; those of two portions go on from the device.
+        # Where a reduced gradient goes. The last of two portions is on the layer's device, and the
+        # gradient goes on from there.
         self.grad_device = self.portions[-1].device
 
     @property
@@ -248,6 +249,16 @@ class ShardStates:
                 marker: Any = self.shard.grad
                 marker.used = getattr(found, "used", None)
         return self.portions
+
+    @property
+    def used(self) -> set[tuple[str, ...]] | None:
+        """
+        ### Names of the parameters that got a gradient on this rank; `None` means all
+
+        The flat gradient has zeros for a parameter that the loss did not depend on, but plain
+        PyTorch does not step such a parameter.
+        """
+        return getattr(self.shard.grad, "used", None)
 
     def grad_norm(self) -> torch.Tensor:
         """
@@ -380,6 +391,20 @@ class ShardStates:
         positions = [i for i, each in enumerate(self.params)
                      if max(each.span.start, where.start) < min(each.span.stop, where.stop)]
         return Piece(self.params[positions[0]].group_index, where, param, positions)
+
+    def split_by_use(self, unused: set[Member], state: State) -> list[Piece]:
+        """
+        ### The pieces to step
+
+        * `unused` are parameters without a gradient on any rank
+
+        A piece with parameters of both kinds is split between them for good.
+        """
+        if not unused.isdisjoint(self.params):
+            self.repartition([(param.key, param in unused) for param in self.params],
+                             state)
+        return [piece for piece in self.pieces
+                if self.params[piece.positions[0]] not in unused]
 
 
 @dataclass(eq=False, repr=False)

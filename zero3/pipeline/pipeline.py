@@ -359,6 +359,7 @@ class Pipeline(ShardedModel):
         """
         #### A checksum of each buffer of this rank that layers on several ranks share
         """
+        # A layer is the `module` of the one that shards it.
         return {name: _checksum([self.module_list.get_buffer(name.replace(".", ".module.", 1))])
                 for name in self.shared_buffers}
 

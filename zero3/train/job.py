@@ -316,6 +316,7 @@ def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) 
     Each need is counted at its least, so no run is refused that would have worked. The layers and
     the optimizer look for the room of shards and states when they are built. Raises `ValueError`.
     """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cpu = torch.device("cpu")
     # Autograd saves each block's attention and the fp32 logits. Of blocks whose attention leaves,
     # two are in memory.
@@ -333,7 +334,7 @@ def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) 
         ("the activations of a step", ranks.device, rows * saved,
          f"{shorter}, or raise --accumulate"),
     ):
-        sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if at.type == "cpu" else 1
+        sharers = here if at.type == "cpu" else 1
         need_bytes = int(sharers * nbytes)
         free_bytes = room(at)
         expect(need_bytes <= free_bytes, f"there is no room for {what}",
