@@ -631,13 +631,15 @@ def test_a_step_on_the_cpu_takes_the_cores_that_an_accelerator_leaves_idle(monke
 
 def test_a_closure_is_evaluated_with_gradients_and_its_loss_comes_back():
     """
-    As torch's optimizers have it.
+    As torch's optimizers have it. Torch's hooks hear of one step, and not of a second one inside.
     Proves `Zero3Optimizer.step`.
     """
     plain = plain_chain()
     model = shard(plain)
     optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
     reference = torch.optim.SGD(plain.parameters(), 0.1)
+    heard = []
+    optimizer.register_step_post_hook(lambda *_: heard.append(1))
 
     def closure(m, each, backward):
         def evaluate():
@@ -652,7 +654,7 @@ def test_a_closure_is_evaluated_with_gradients_and_its_loss_comes_back():
         with torch.no_grad():
             loss = optimizer.step(closure(model, optimizer, optimizer.backward))
         assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    assert difference(plain, model) < 1e-12
+    assert difference(plain, model) < 1e-12 and len(heard) == 2
 
 
 def test_what_an_optimizer_cannot_use_is_refused_with_the_cure():

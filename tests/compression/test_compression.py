@@ -596,8 +596,8 @@ def steps_after_one(use_closure):
 
 def test_a_step_advances_a_schedule_once():
     """
-    With a closure too, which makes a step of a step, and not if another model is stepped. Breaks if
-    a schedule runs at twice the speed.
+    With a closure too, and not if another model is stepped. Breaks if a schedule runs at twice the
+    speed.
     Proves `Compression.is_trained_by`.
     """
     assert run(once, 2) == [[[1, 1, 1]] * 2] * 2

@@ -698,9 +698,12 @@ def after_the_split():
     """What is refused later: other inputs or random numbers, another policy, unknown tokens."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
     said = []
+    policy = policies.tensor_parallel(mesh["tensor"])
+    # A model that is in order, before others with the same policy.
+    inject(labml_model(), [policy])(ids_of(2, 0))
     for does in ("inputs", "random numbers", "policy", "tokens", "layer", "wrap", "save",
                  "pipeline"):
-        model = inject(labml_model(), [policies.tensor_parallel(mesh["tensor"])])
+        model = inject(labml_model(), [policy])
         ids = ids_of(2, dist.get_rank() if does == "inputs" else 0)
         torch.manual_seed(dist.get_rank() if does == "random numbers" else 0)
         with pytest.raises((ValueError, IndexError, RuntimeError)) as error:
@@ -724,9 +727,9 @@ def after_the_split():
 
 def test_ranks_with_other_inputs_and_late_changes_are_refused():
     """
-    The first forward pass compares inputs and random numbers, because ranks with other ones would
-    add up results that have nothing to do with each other.
-    Proves `Line.compare_once`, `connect`, `Zero3Model.save`, `VocabularyEmbedding`.
+    The first forward pass of each model compares inputs and random numbers, because ranks with other
+    ones would add up results that have nothing to do with each other.
+    Proves `Line.compare_once`, `Line.prepare`, `connect`, `Zero3Model.save`, `VocabularyEmbedding`.
     """
     for said in run(after_the_split, 2):
         expected = ("the same inputs", "the same random numbers",

@@ -196,18 +196,13 @@ class Compression:
         trained = {id(p) for p in (*_params(self.model), *shards)}
         return any(id(p) in trained for group in optimizer.param_groups for p in group["params"])
 
-    def follow(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    def follow(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """
         ### Some optimizer has stepped
 
-        * `args` and `kwargs` are those of its `step`
-
         The first step of a later optimizer counts as the last step of the others.
         """
-        # `step(closure)` calls `step()`, which has been counted.
-        closure = [*args[1:], kwargs.get("closure")]
-        is_twice = isinstance(optimizer, Zero3Optimizer) and any(closure)
-        if is_twice or not self.is_trained_by(optimizer):
+        if not self.is_trained_by(optimizer):
             return
         taken = self.taken.get(optimizer, max(self.most_taken - 1, 0)) + 1
         self.taken[optimizer] = taken

@@ -204,6 +204,8 @@ class Line:
              "build the model alike on all ranks", ValueError)
         self.comm.broadcast(tensor for _, tensor in tensors if not tensor.is_meta)
         before_steps[model] = _compare_gradients
+        # The ranks have not run this model yet.
+        self.compared = False
 
     def twin(self, param: nn.Parameter, make: Operation) -> nn.Parameter:
         """

@@ -540,11 +540,10 @@ class Zero3Optimizer(Stepper):
         a step inside `no_sync()` for instance. After these errors weights and states are as before:
         call `zero_grad()` and go on. If the step of an owner fails (`whole.py`), start again.
         """
+        loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self.step()
-            return loss
         try:
             self._check_ready()
         except RuntimeError:
@@ -558,17 +557,17 @@ class Zero3Optimizer(Stepper):
         for bucket in self.buckets:
             bucket.end()
         self.has_scaled = False
+        threads = torch.get_num_threads()
         # torchrun gives each rank one thread. If an accelerator computes the layers, the ranks of
         # this machine share all cores for the step.
-        cores_are_idle = self.device.type == "cpu" and self.layers[0].device.type != "cpu"
-        if not cores_are_idle or torch.get_num_threads() != 1:
-            return self._step()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+        if threads == 1 and self.device.type == "cpu" and self.layers[0].device.type != "cpu":
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.comm.world_size))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
         try:
-            return self._step()
+            norm = self._step()
         finally:
-            torch.set_num_threads(1)
+            torch.set_num_threads(threads)
+        return norm if closure is None else loss
 
     def _check_ready(self) -> None:
         """
