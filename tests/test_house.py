@@ -50,7 +50,7 @@ ROWS = (
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
 MOST = {"": 932, "beside": 425, "checkpoint": 1236, "comm": 960, "compiler": 871, "compression":
         775, "estimate": 654, "guards": 556, "inject": 707, "offload": 910, "optimizer": 1115,
-        "pipeline": 745, "train": 893, "whole_model": 844}
+        "pipeline": 754, "train": 893, "whole_model": 844}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1488
 MOST_ANY = 280

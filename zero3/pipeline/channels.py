@@ -30,8 +30,9 @@ receive. So with NCCL there are four groups: for activations and for gradients, 
 to earlier ones. In each of them one of two ranks only sends, and the other one only receives. The
 announcements have a group of gloo, because the host reads them without waiting for a device.
 
-**On demand.** gloo sends a message once the receiver has asked for it, at `receive`. So on the CPU
-a transfer overlaps nothing on the receiving rank.
+**Ahead and on demand.** gloo sends a message once the receiver has asked for it. The size of an
+announcement is known, so a rank asks for the next one before it computes. It asks for tensors at
+`receive`. So on the CPU their transfer overlaps nothing on the receiving rank.
 
 **Run this**: `python -m pytest tests/pipeline/test_channels.py`.
 
@@ -45,6 +46,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import torch
@@ -103,6 +105,9 @@ class Channels:
         # The last descriptions, sent and received, by kind and stage of the receiving action.
         self._descriptions: dict[tuple[str, int], bytes] = {}
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
+        # The next announcement from each rank, of activations and of gradients.
+        self._coming = {way: self._ask_row(*way)
+                        for way in product({*range(line.size)} - {line.rank}, (False, True))}
 
     def _group(self, ranks: tuple[int, ...], backend: str | None) -> Group:
         """
@@ -183,8 +188,8 @@ class Channels:
         failed, or does something else.
         """
         gradients = action.is_gradient
-        row = torch.empty(4, dtype=torch.int64, device="cpu")
-        self._recv(row, source, self.control, gradients)
+        row, work = self._coming[source, gradients]
+        self._wait(work)
         kind, stage, micro_batch, length = row.tolist()
         where = f"rank {self.line.global_rank}: {action.kind}, {action.where}"
         expect(kind != _FAULT, f"{where}: another rank has failed", "its tensors", "none",
@@ -198,6 +203,7 @@ class Channels:
             told = torch.empty(length, dtype=torch.uint8, device="cpu")
             self._recv(told, source, self.control, gradients)
             self._descriptions[action[:2]] = told.numpy().tobytes()
+        self._coming[source, gradients] = self._ask_row(source, gradients)
 
         def arrived(like: torch.Tensor) -> torch.Tensor:
             # Not `empty_like`, which torch computes in Python if `like` is on another device.
@@ -241,9 +247,8 @@ class Channels:
         """
         ### Wait until everything that was sent has been received
         """
-        with self._explained():
-            while self._leaving:
-                self._leaving.popleft()[0].wait(self.control.timeout)
+        while self._leaving:
+            self._wait(self._leaving.popleft()[0])
 
     def _isend(self, tensor: torch.Tensor,
                to: int,
@@ -260,18 +265,40 @@ class Channels:
                                   tag=int(gradients))
             self._leaving.append((work, tensor))
 
+    def _ask_row(self, source: int, gradients: bool) -> tuple[torch.Tensor, dist.Work]:
+        """
+        #### Ask for the next announcement from a rank
+        """
+        row = torch.empty(4, dtype=torch.int64, device="cpu")
+        return row, self._ask(row, source, self.control, gradients)
+
+    def _ask(self, buffer: torch.Tensor,
+             source: int,
+             group: Group,
+             gradients: bool) -> dist.Work:
+        """
+        #### Ask for a message, which will fill a buffer
+        """
+        with self._explained():
+            return dist.irecv(  # type: ignore[return-value]
+                buffer, self.line.ranks[source], group.process_group, tag=int(gradients))
+
     def _recv(self, buffer: torch.Tensor,
               source: int,
               group: Group,
               gradients: bool) -> None:
         """
-        #### Ask for a message, and wait until it has filled a buffer, or its time is over
+        #### Ask for a message, and wait until it has filled a buffer
         """
         if buffer.numel():
-            with self._explained():
-                work: Any = dist.irecv(buffer, self.line.ranks[source], group.process_group,
-                                       tag=int(gradients))
-                work.wait(self.control.timeout)
+            self._wait(self._ask(buffer, source, group, gradients))
+
+    def _wait(self, work: dist.Work) -> None:
+        """
+        #### Wait for a message, until its time is over
+        """
+        with self._explained():
+            work.wait(self.control.timeout)
 
     def _described(self, leaf: object) -> object:
         """
