@@ -631,7 +631,7 @@ def test_a_step_on_the_cpu_takes_the_cores_that_an_accelerator_leaves_idle(monke
 
 def test_a_closure_is_evaluated_with_gradients_and_its_loss_comes_back():
     """
-    As torch's optimizers have it. Torch's hooks hear of one step, and not of a second one inside.
+    As in torch's optimizers. Hooks hear of one step.
     Proves `Zero3Optimizer.step`.
     """
     plain = plain_chain()

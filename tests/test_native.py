@@ -22,6 +22,7 @@ from tests import cases, wholes
 from tests.ranks import run
 from tests.streams import Accelerator
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
+from zero3.comm import collectives as wires
 from zero3.comm.collectives import Communicator, streams
 from zero3.comm.mesh import groups_of
 from zero3.compiler.model import compile
@@ -250,7 +251,10 @@ def draws_on_the_gpu():
         told = torch.tensor([7, dist.get_rank()], dtype=torch.uint8, device="cpu")
         device.get_rng_state = lambda *_: told
         with pytest.raises(ValueError) as error:
-            Line(group).compare_once([torch.ones(2)])
+            line = Line(group)
+            module = nn.Module()
+            line.compared[module] = [False]
+            line.compare_once(module, [torch.ones(2)])
     return str(error.value)
 
 
@@ -404,13 +408,14 @@ def train_on_gpus():
 
 def train_with_delays():
     """
-    The same, and now and then a stream sleeps for up to half a millisecond before it copies, sends,
-    or marks a moment that another stream waits for
+    The same, with delays: now and then the current stream sleeps for up to a millisecond before a
+    copy, an addition, a collective, a mark or a wait
     """
-    draw = random.Random(0)
+    draw, seen = random.Random(dist.get_rank()), set()
 
-    def delayed(method):
+    def delayed(name, method):
         def begin(*args, **kwargs):
+            seen.add(name)
             if draw.random() < 0.3:
                 # Cycles of a clock of one to two GHz.
                 torch.cuda._sleep(draw.randrange(1_000_000))
@@ -419,21 +424,26 @@ def train_with_delays():
 
     with ExitStack() as patches:
         for owner, names in (
-                (dist, ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")),
-                (torch.Tensor, ("copy_", "add_", "zero_")), (torch.cuda.Event, ("record", "wait")),
+                (wires, ("all_gather_single", "reduce_scatter_single")),
+                (torch.Tensor, ("copy_", "add_")), (torch.cuda.Event, ("record", "wait")),
                 (torch.cuda.Stream, ("wait_event", "wait_stream"))):
             for name in names:
                 patches.enter_context(
-                    mock.patch.object(owner, name, delayed(getattr(owner, name))))
-        return train_on_gpus()
+                    mock.patch.object(owner, name, delayed(name, getattr(owner, name))))
+        worst = train_on_gpus()
+    # One rank sends nothing.
+    assert seen >= {"copy_", "record"} and ("all_gather_single" in seen) == (
+        dist.get_world_size() > 1)
+    return worst
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("worker", [train_on_gpus, train_with_delays])
 def test_all_cases_train_on_gpus(worker):
     """
-    The numbers of plain PyTorch on the global batch, with real streams and NCCL, on two GPUs where
-    there are two. Delays show a stream that reads what another has not written yet.
+    The numbers of plain PyTorch on the global batch, with real streams, and with NCCL where there
+    are two GPUs. Delays reveal a stream that reads before another has written, or writes before
+    another has read.
     Proves I1, I8, I9, `Communicator`.
     """
     for worst in launch.run(worker, min(2, torch.cuda.device_count()), timeout_s=600):

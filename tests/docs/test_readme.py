@@ -114,7 +114,7 @@ def test_the_page_on_work_says_what_was_measured_on_a_gpu():
     layers, width = overlap["layers"], overlap["width"]
     assert f"A chain of {layers} matrices of {width} by {width}" in text
     spread = max(max(each) / min(each) for each in told["small"]["tokens_per_s"].values())
-    assert f"Those of the small model differ by up to {spread:.1f} times" in text
+    assert f"Rounds of the small model differ by up to {spread:.1f} times" in text
 
 
 def test_the_readme_is_short_and_shows_the_first_program():

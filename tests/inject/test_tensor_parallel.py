@@ -699,11 +699,12 @@ def after_the_split():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
     said = []
     policy = policies.tensor_parallel(mesh["tensor"])
-    # A model that is in order, before others with the same policy.
-    inject(labml_model(), [policy])(ids_of(2, 0))
+    # A model that is in order, beside others with the same policy.
+    fine = inject(labml_model(), [policy])
     for does in ("inputs", "random numbers", "policy", "tokens", "layer", "wrap", "save",
                  "pipeline"):
         model = inject(labml_model(), [policy])
+        fine(ids_of(2, 0))
         ids = ids_of(2, dist.get_rank() if does == "inputs" else 0)
         torch.manual_seed(dist.get_rank() if does == "random numbers" else 0)
         with pytest.raises((ValueError, IndexError, RuntimeError)) as error:
@@ -727,8 +728,8 @@ def after_the_split():
 
 def test_ranks_with_other_inputs_and_late_changes_are_refused():
     """
-    The first forward pass of each model compares inputs and random numbers, because ranks with other
-    ones would add up results that have nothing to do with each other.
+    The first forward pass of each model compares inputs and random numbers, because ranks with
+    other ones would add up results that have nothing to do with each other.
     Proves `Line.compare_once`, `Line.prepare`, `connect`, `Zero3Model.save`, `VocabularyEmbedding`.
     """
     for said in run(after_the_split, 2):

@@ -146,7 +146,7 @@ def dies_in_a_stage():
 def test_a_rank_that_dies_ends_the_others():
     """
     They raise an error that says what is lost, and wait for nothing.
-    Proves I10, `Channels._isend`, `Channels._recv`, `Channels._explained`.
+    Proves I10, `Channels._isend`, `Channels._ask`, `Channels._wait`, `Channels._explained`.
     """
     with pytest.raises(AssertionError) as error:
         run(dies_in_a_stage, 4, fresh=True)
@@ -252,6 +252,31 @@ def test_three_stages_on_accelerators_make_the_same_groups():
     assert len({*first.values()}) == 4 and others == [first] * 2
 
 
+def announced_ahead():
+    """Rank 1 sends two messages without tensors, and rank 0 asks for the first one alone"""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    channels = Pipeline(chain(0, torch.float), mesh, loss_fn=loss_of).channels
+    first, second = (Action("receive gradient", 0, i) for i in range(2))
+    if dist.get_rank():
+        for action in (first, second):
+            channels.send(action, 0, [])
+            # It returns once rank 0 has asked.
+            channels.end()
+        return dist.barrier()
+    channels.receive(first, 1)
+    dist.barrier()
+    return channels.receive(second, 1)
+
+
+def test_the_next_announcement_is_asked_for_before_it_is_needed():
+    """
+    gloo sends it while the receiving rank computes. Breaks where `receive` asks for it: here rank 1
+    would wait for rank 0, which waits for rank 1.
+    Proves `Channels.receive`, `Channels._ask_row`.
+    """
+    assert run(announced_ahead, 2) == [[], None]
+
+
 def other_micro_batches():
     """Rank 1 sends for another micro-batch than rank 0 expects."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
@@ -261,7 +286,8 @@ def other_micro_batches():
         return channels.end()
     told = text_of(lambda: channels.receive(Action("receive gradient", 0, 0), 1))
     # What is left of the message, so that rank 1 goes on.
-    channels._recv(torch.empty(len(pickle.dumps([])), dtype=torch.uint8), 1, channels.control, True)
+    rest = torch.empty(len(pickle.dumps([])), dtype=torch.uint8)
+    channels._wait(channels._ask(rest, 1, channels.control, True))
     return told
 
 

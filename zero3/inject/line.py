@@ -75,7 +75,8 @@ class Line:
         self.comm = Communicator((self.group,))
         # The sharded model, once there is one: `connect` sets it.
         self.model: ShardedModel | None = None
-        self.compared = False
+        # By a split module: whether the ranks have compared what its model was given.
+        self.compared: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()
         # By a parameter, as long as it lives: the one that replaced it.
         self.twins = WeakTensorKeyDictionary()
         self.patterns: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()  # of split modules
@@ -204,8 +205,9 @@ class Line:
              "build the model alike on all ranks", ValueError)
         self.comm.broadcast(tensor for _, tensor in tensors if not tensor.is_meta)
         before_steps[model] = _compare_gradients
-        # The ranks have not run this model yet.
-        self.compared = False
+        # The modules of a model share it.
+        mark = [False]
+        self.compared.update({module: mark for module in patterns})
 
     def twin(self, param: nn.Parameter, make: Operation) -> nn.Parameter:
         """
@@ -215,17 +217,20 @@ class Line:
             self.twins[param] = nn.Parameter(make(param.detach()), param.requires_grad)
         return self.twins[param]
 
-    def compare_once(self, values: Iterable[Any]) -> None:
+    def compare_once(self, module: nn.Module, values: Iterable[Any]) -> None:
         """
         ### Refuse ranks that were given other values, or have other random numbers
 
+        * `module` is the split one that was given them
         * `values` may be tensors, which are compared, and others
 
-        It looks at the first forward pass alone. All ranks must call it. Raises `ValueError`.
+        It looks at the first forward pass of a model alone; a copy of a model passes for compared.
+        All ranks must call it. Raises `ValueError`.
         """
-        if self.compared or self.size == 1:
+        mark = self.compared.get(module, [True])
+        if mark[0] or self.size == 1:
             return
-        self.compared = True
+        mark[0] = True
         given = [value for value in values if isinstance(value, torch.Tensor) and value.numel()]
         # On a GPU dropout draws the numbers of that GPU.
         devices = dict.fromkeys(value.device for value in given)

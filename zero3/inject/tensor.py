@@ -173,7 +173,7 @@ class Split(Replacement):
         """
         ### $f$ for its inputs, then the module's own forward
         """
-        self.line.compare_once((*args, *kwargs.values()))
+        self.line.compare_once(self, (*args, *kwargs.values()))
         if self.pattern.columns:
             # One tensor may be query, key and value.
             states = dict.fromkeys(self.border.states(args, kwargs))

@@ -30,9 +30,10 @@ receive. So with NCCL there are four groups: for activations and for gradients, 
 to earlier ones. In each of them one of two ranks only sends, and the other one only receives. The
 announcements have a group of gloo, because the host reads them without waiting for a device.
 
-**Ahead and on demand.** gloo sends a message once the receiver has asked for it. The size of an
-announcement is known, so a rank asks for the next one before it computes. It asks for tensors at
-`receive`. So on the CPU their transfer overlaps nothing on the receiving rank.
+**Ahead and on demand.** gloo sends a message only after the receiver has asked for it. A rank knows
+the size of an announcement, so it asks for the next one as soon as it has read the last one. It
+asks for a description and for tensors in `receive`. So on the CPU their transfer overlaps nothing
+on the receiving rank.
 
 **Run this**: `python -m pytest tests/pipeline/test_channels.py`.
 
@@ -46,7 +47,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import product
 from typing import Any
 
 import torch
@@ -105,9 +105,8 @@ class Channels:
         # The last descriptions, sent and received, by kind and stage of the receiving action.
         self._descriptions: dict[tuple[str, int], bytes] = {}
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
-        # The next announcement from each rank, of activations and of gradients.
-        self._coming = {way: self._ask_row(*way)
-                        for way in product({*range(line.size)} - {line.rank}, (False, True))}
+        # The next announcement, by its source and whether it is of gradients, once one has come.
+        self._coming: dict[tuple[int, bool], tuple[torch.Tensor, dist.Work]] = {}
 
     def _group(self, ranks: tuple[int, ...], backend: str | None) -> Group:
         """
@@ -188,7 +187,8 @@ class Channels:
         failed, or does something else.
         """
         gradients = action.is_gradient
-        row, work = self._coming[source, gradients]
+        asked = self._coming.pop((source, gradients), None)
+        row, work = asked or self._ask_row(source, gradients)
         self._wait(work)
         kind, stage, micro_batch, length = row.tolist()
         where = f"rank {self.line.global_rank}: {action.kind}, {action.where}"
@@ -201,7 +201,7 @@ class Channels:
                RuntimeError)
         if length:
             told = torch.empty(length, dtype=torch.uint8, device="cpu")
-            self._recv(told, source, self.control, gradients)
+            self._wait(self._ask(told, source, self.control, gradients))
             self._descriptions[action[:2]] = told.numpy().tobytes()
         self._coming[source, gradients] = self._ask_row(source, gradients)
 
@@ -209,9 +209,9 @@ class Channels:
             # Not `empty_like`, which torch computes in Python if `like` is on another device.
             found = torch.empty(like.shape, dtype=like.dtype,
                                 device=self.device)
-            self._recv(found, source,
-                       self.data[gradients, source < self.line.rank],
-                       gradients)
+            if found.numel():
+                way = self.data[gradients, source < self.line.rank]
+                self._wait(self._ask(found, source, way, gradients))
             return found.requires_grad_(like.requires_grad)
 
         description = pickle.loads(self._descriptions[action[:2]])
@@ -283,19 +283,9 @@ class Channels:
             return dist.irecv(  # type: ignore[return-value]
                 buffer, self.line.ranks[source], group.process_group, tag=int(gradients))
 
-    def _recv(self, buffer: torch.Tensor,
-              source: int,
-              group: Group,
-              gradients: bool) -> None:
-        """
-        #### Ask for a message, and wait until it has filled a buffer
-        """
-        if buffer.numel():
-            self._wait(self._ask(buffer, source, group, gradients))
-
     def _wait(self, work: dist.Work) -> None:
         """
-        #### Wait for a message, until its time is over
+        #### Wait until a message has been received, or its time is over
         """
         with self._explained():
             work.wait(self.control.timeout)
