@@ -86,7 +86,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zero3.comm.collectives import ALONE
-from zero3.comm.parts import connect, inside
+from zero3.comm.parts import connect, inside, length
 from zero3.flat import FlatParameter
 from zero3.guards.contents import check_groups, stray
 from zero3.guards.shard_gradients import GradientElsewhere, elsewhere
@@ -827,7 +827,8 @@ class Zero3Optimizer(Stepper):
         ### Drop the gradients, also those that `no_sync` holds back
 
         Without `set_to_none` the gradients of the shards become zeros and keep their memory. A
-        gradient in a file has been dropped by the step already.
+        gradient in a file has been dropped by the step already. So a parameter that gets none in
+        the next step stays as it is, where a zero would move it by its momentum.
         """
         for layer in self.layers:
             layer.drop_full_grads()
@@ -863,7 +864,7 @@ class Zero3Optimizer(Stepper):
         found["param_groups"] += [{**group, "params": []}
                                   for group in self.owners.param_groups]
         return {**found, "masters": masters, "wholes": self.owners.state_dict(),
-                "place": self._place,
+                "place": self._place, "parts": self._parts,
                 "cuts": [[param.key for param in states.params]
                          for states in self.shard_states],
                 "loss_scale": self.loss_scale if self.scaled else None,
@@ -878,14 +879,23 @@ class Zero3Optimizer(Stepper):
         return (f"part {comm.rank} of {comm.world_size}"
                 + f", stage {comm.stages.rank}" * (comm.stages.size > 1))
 
+    @property
+    def _parts(self) -> list[list[int]]:
+        """
+        #### The lengths of the parts of each shard's states, of which a `fraction` makes two
+        """
+        return [[length(portion.where) for portion in states.portions]
+                for states in self.shard_states]
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
         ### Load masters, moments, param groups and loss scale
 
-        Raises `RuntimeError` if it is of another rank, if the shards have other sizes, or if there
-        are more or fewer param groups; then nothing has changed. Raises torch's `ValueError` if the
-        param groups have other parameters.
+        Raises `RuntimeError` if it is of another rank, if the shards have other sizes, if another
+        `fraction` has cut them, or if there are more or fewer param groups; then nothing has
+        changed. Raises torch's `ValueError` if the param groups have other parameters; then some
+        moments may be gone, so load another state.
         """
         self.expect("masters" in state_dict, "cannot load this state", "one that `state_dict` of a "
                     "Zero3Optimizer has returned", f"one of {sorted(map(str, state_dict))}",
@@ -902,6 +912,10 @@ class Zero3Optimizer(Stepper):
         sizes = [len(master) for master in masters]
         self.expect(sizes == expected, "cannot load this state", f"shards of {expected} elements",
                     f"{sizes}", "load it into the same model on as many ranks, on the same rank")
+        parts = state_dict.get("parts", self._parts)
+        self.expect(parts == self._parts, "cannot load this state", f"shards in parts of "
+                    f"{self._parts} elements", parts, "build the optimizer with the same "
+                    "`fraction`, or use `zero3.save` and `zero3.load`")
         groups = state_dict["param_groups"]
         self.expect(len(groups) == len(self.param_groups), "cannot load this state",
                     f"{len(self.param_groups)} param groups", f"{len(groups)}",
