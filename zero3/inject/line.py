@@ -16,7 +16,7 @@ With $t$ ranks and a tensor of $n$ bytes, a rank sends
 $$\underbrace{\frac{t-1}{t}\,n}_{\text{reduce-scatter}} +
 \underbrace{\frac{t-1}{t}\,n}_{\text{all-gather}} = 2\,\frac{t-1}{t}\,n$$
 
-bytes. `sequence.py` uses the two halves at two places.
+bytes; `sequence.py` uses the halves apart.
 
 **Run this**: `python -m pytest tests/inject/test_tensor_parallel.py`.
 
@@ -75,7 +75,7 @@ class Line:
         self.comm = Communicator((self.group,))
         # The sharded model, once there is one: `connect` sets it.
         self.model: ShardedModel | None = None
-        # By a split module: whether the ranks have compared what its model was given.
+        # By a split module: whether its model has been compared.
         self.compared: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()
         # By a parameter, as long as it lives: the one that replaced it.
         self.twins = WeakTensorKeyDictionary()
@@ -224,8 +224,8 @@ class Line:
         * `module` is the split one that was given them
         * `values` may be tensors, which are compared, and others
 
-        It looks at the first forward pass of a model alone; a copy of a model passes for compared.
-        All ranks must call it. Raises `ValueError`.
+        It looks at a model's first forward pass alone, and at none of a copy. All ranks must call
+        it. Raises `ValueError`.
         """
         mark = self.compared.get(module, [True])
         if mark[0] or self.size == 1:

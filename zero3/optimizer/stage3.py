@@ -60,13 +60,12 @@ called once for each large shard, and once for each batch of small ones.
 If only one rank lacks the gradients of some parameters of a layer, they count as zeros, and that
 rank hands the layer in at the end of backward. This is an error if the ranks then reduce in
 different orders: the others have sent the layer alone, or in a bucket that was full before the end.
-It is an error too if a rank has no gradient at all for a layer. If the squares of a shard's
-gradient exceed the range of fp32 when they are added up, the norm counts as an overflow. If the
-model is one of several inside a module, the module's `zero_grad()` does not see the full gradients
-that `no_sync` holds back.
+It is an error too if a rank has no gradient for a layer. If the squares of a shard's gradient
+exceed the range of fp32, the norm counts as an overflow. If the model is one of several inside a
+module, the module's `zero_grad()` does not see the full gradients that `no_sync` holds back.
 
 A parameter that skips steps in which its neighbours are used becomes a piece of its own. That costs
-one or two more counters of steps and a little time in each step. If every rank lacks the gradient
+a little memory and time. If every rank lacks the gradient
 of some parameter of a layer, the ranks tell each other which ones: 8 bytes for each parameter of
 the layer, to each other rank, more than `predict` says.
 """
@@ -143,8 +142,9 @@ class Zero3Optimizer(Stepper):
           not beside `foreach` or `differentiable`
         * `group_by` gets the name and the parameter, which has a shape but no values, and returns
           the options that differ for it: `lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}`
-          decays matrices only. With `"optimizer"`, a class, the parameter is stepped whole by that
-          class, and the other options are all of its options (see `whole.py`)
+          decays matrices only. A tied weight comes once, by its name in the layer that shards it.
+          With `"optimizer"`, a class, the parameter is stepped whole by that class, and the other
+          options are all of its options (see `whole.py`)
         * `loss_scale` is a number, or "dynamic". A dynamic scale starts at 65536, halves when a
           gradient overflows, and doubles after `scale_window` steps without overflow. It never goes
           below `scale_floor`
@@ -227,8 +227,6 @@ class Zero3Optimizer(Stepper):
     def _check_arguments(self, optimizer_class: object) -> None:
         """
         #### Refuse what is no model, no class and no function, and numbers that are out of range
-
-        This comes before anything changes, so such an error leaves the model as it was.
         """
         self.expect(isinstance(self.model, nn.Module), "cannot step this", "a sharded model",
                     f"one {type(self.model).__name__}", "pass the model itself, not its parameters")
@@ -353,8 +351,6 @@ class Zero3Optimizer(Stepper):
                       kwargs: dict[str, Any]) -> None:
         """
         #### Take torch's fused implementation, unless the caller has chosen one
-
-        It is one loop over memory, not one loop for each operation of the formula.
         """
         available = "fused" in inspect.signature(optimizer_class).parameters
         has_chosen = not kwargs.keys().isdisjoint({"fused", "foreach", "differentiable"})
@@ -827,8 +823,8 @@ class Zero3Optimizer(Stepper):
         ### Drop the gradients, also those that `no_sync` holds back
 
         Without `set_to_none` the gradients of the shards become zeros and keep their memory. A
-        gradient in a file has been dropped by the step already. So a parameter that gets none in
-        the next step stays as it is, where a zero would move it by its momentum.
+        gradient in a file has been dropped by the step already, so a parameter that gets none in
+        the next step is not moved by its momentum.
         """
         for layer in self.layers:
             layer.drop_full_grads()
@@ -882,7 +878,7 @@ class Zero3Optimizer(Stepper):
     @property
     def _parts(self) -> list[list[int]]:
         """
-        #### The lengths of the parts of each shard's states, of which a `fraction` makes two
+        #### The lengths of the parts of each shard's states
         """
         return [[length(portion.where) for portion in states.portions]
                 for states in self.shard_states]
@@ -894,8 +890,8 @@ class Zero3Optimizer(Stepper):
 
         Raises `RuntimeError` if it is of another rank, if the shards have other sizes, if another
         `fraction` has cut them, or if there are more or fewer param groups; then nothing has
-        changed. Raises torch's `ValueError` if the param groups have other parameters; then some
-        moments may be gone, so load another state.
+        changed. Raises torch's `ValueError` if the param groups have other parameters; then load
+        another state, because moments may be gone.
         """
         self.expect("masters" in state_dict, "cannot load this state", "one that `state_dict` of a "
                     "Zero3Optimizer has returned", f"one of {sorted(map(str, state_dict))}",
@@ -944,8 +940,6 @@ class Zero3Optimizer(Stepper):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """
         ### Refuse `copy.copy`, `copy.deepcopy`, `pickle` and `torch.save`
-
-        A copy would step the shards, and the layers would know the original alone.
         """
         self.expect(
             False, "cannot be copied or pickled", "one optimizer of each model", "a copy", "keep "
@@ -971,8 +965,6 @@ def _digits(value: Any) -> str:
 def plain_paths(model: nn.Module) -> dict[nn.Module, str]:
     """
     ## The name of each module in the plain model
-
-    `group_by` gets names that begin with these.
     """
     return {module: names[0]
             for module, names in plain_names(model).items()}

@@ -1,8 +1,6 @@
 r"""
 # Channels: activations and gradients between the ranks of a pipeline
 
-`Channels` sends tensors to the ranks of other stages, and receives theirs.
-
 A stage hands on what its last layer returns: tensors, also in tuples, lists and dicts. The next
 rank has to know their shapes before they arrive. Each message has up to three parts:
 
@@ -21,19 +19,17 @@ $$\text{sent by a rank} = \text{micro-batches} \cdot (\text{bytes of activations
 Tied weights come on top.
 
 The announcement says what the receiver should be about to do. If it is about to do something else,
-it raises an error, because both would wait forever. Or it says that the sender has failed. So an
-error in one stage ends all of them.
+it raises an error, because both would wait forever. Or it says that the sender has failed.
 
 **Why several process groups.** NCCL runs the transfers between two ranks in the order in which they
 were queued. If rank 0 queued an activation and rank 1 a gradient, each would wait for the other to
 receive. So with NCCL there are four groups: for activations and for gradients, to later ranks and
-to earlier ones. In each of them one of two ranks only sends, and the other one only receives. The
-announcements have a group of gloo, because the host reads them without waiting for a device.
+to earlier ones. The announcements have a group of gloo, because the host reads them without
+waiting for a device.
 
-**Ahead and on demand.** gloo sends a message only after the receiver has asked for it. A rank knows
-the size of an announcement, so it asks for the next one as soon as it has read the last one. It
-asks for a description and for tensors in `receive`. So on the CPU their transfer overlaps nothing
-on the receiving rank.
+**Ahead and on demand.** gloo sends a message only after the receiver has asked for it. A rank asks
+for the next announcement as soon as it has read the last one, because its size is known. It asks
+for tensors in `receive`, so on the CPU their transfer overlaps nothing there.
 
 **Run this**: `python -m pytest tests/pipeline/test_channels.py`.
 
@@ -223,8 +219,8 @@ class Channels:
 
         * `text` is the error of this rank; it `knows` unless another rank's failure caused it
 
-        The other stages receive the news in the place of tensors. Ranks that wait in a collective
-        are told elsewhere. All of them find the first error in the store of the process group.
+        The other stages receive the news in the place of tensors. All of them find the first error
+        in the store of the process group.
         """
         first = text
         with suppress(RuntimeError, ValueError):

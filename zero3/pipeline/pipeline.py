@@ -38,8 +38,8 @@ dropped at the first send after they were received: autograd needs only their pl
 
 **Not covered, and what that costs**: every rank builds all layers before it keeps its own. A
 gradient stays whole on each rank of its stage until the last micro-batch, as in `no_sync()`.
-`predict_optimizer` knows no pipelines; `timeline.py` has formulas of their bytes. All ranks compare
-a checksum of the batch before they begin, so an accelerator first finishes the step before.
+`timeline.py` has formulas of their bytes. All ranks compare a checksum of the batch before they
+begin, so an accelerator first finishes the step before.
 """
 
 import zlib
