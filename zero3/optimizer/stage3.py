@@ -65,9 +65,9 @@ exceed the range of fp32, the norm counts as an overflow. If the model is one of
 module, the module's `zero_grad()` does not see the full gradients that `no_sync` holds back.
 
 A parameter that skips steps in which its neighbours are used becomes a piece of its own. That costs
-a little memory and time. If every rank lacks the gradient
-of some parameter of a layer, the ranks tell each other which ones: 8 bytes for each parameter of
-the layer, to each other rank, more than `predict` says.
+a little memory and time. If every rank lacks the gradient of some parameter of a layer, the ranks
+tell each other which ones: 8 bytes for each parameter of the layer, to each other rank, more than
+`predict` says.
 """
 
 import inspect
