@@ -196,7 +196,7 @@ class Compression:
         trained = {id(p) for p in (*_params(self.model), *shards)}
         return any(id(p) in trained for group in optimizer.param_groups for p in group["params"])
 
-    def follow(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """
         ### Some optimizer has stepped
 

@@ -260,7 +260,7 @@ def _check_ties(model: nn.Module, patterns: dict[nn.Module, Any]) -> None:
 
 
 @torch.no_grad()
-def _compare_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _compare_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """
     #### Refuse a step with other gradients of weights that all ranks have
 

@@ -21,22 +21,21 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-# Called with the follower, the optimizer, and the arguments of its `step`. It must not refer to the
-# follower, or the follower would live for ever.
-Hear = Callable[[Any, Optimizer, tuple, dict[str, Any]], None]
+# Called with the follower and the optimizer. It must not refer to the follower, or the follower
+# would live for ever.
+Hear = Callable[[Any, Optimizer], None]
 
 before_steps: WeakKeyDictionary[Any, Hear] = WeakKeyDictionary()
 after_steps: WeakKeyDictionary[Any, Hear] = WeakKeyDictionary()
 
 
-def tell(followers: WeakKeyDictionary[Any, Hear], optimizer: Optimizer, args: tuple,
-         kwargs: dict[str, Any]) -> None:
+def tell(followers: WeakKeyDictionary[Any, Hear], optimizer: Optimizer, *_: object) -> None:
     """
     ## Tell all followers of a step
     """
     # A list, because whoever hears of a step may add another one.
     for owner, hear in list(followers.items()):
-        hear(owner, optimizer, args, kwargs)
+        hear(owner, optimizer)
 
 
 register_optimizer_step_pre_hook(partial(tell, before_steps))

@@ -152,7 +152,7 @@ class Zero3Model(StandIn, ShardedModel):
         # Those that no optimizer has stepped yet.
         missed = set(shards)
 
-        def count(model: Zero3Model, optimizer: Any, *_) -> None:
+        def count(model: Zero3Model, optimizer: Any) -> None:
             stepped = {id(p) for group in optimizer.param_groups
                        for p in group["params"]}
             stepped |= {id(states.shard)
