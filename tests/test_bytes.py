@@ -2,6 +2,7 @@
 # Predicted bytes are measured bytes: rest (I2), peak (I3) and traffic (I4), without a tolerance
 """
 
+import copy
 import gc
 import subprocess
 import sys
@@ -158,6 +159,74 @@ def test_recomputation_sends_nothing_more():
     assert plain[0] == (3 * 5 * 36 * 4 - 36 * 4, 3 * 5 - 1)
     assert run(sent_with_checkpoints, 2, "each") == plain
     assert run(sent_with_checkpoints, 2, "three") == plain
+
+
+class Passing(nn.Module):
+    """A layer of one or two tensors, which may hand its first input on."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.line, self.how, self.kept = nn.Linear(6, 6), how, None
+
+    def forward(self, x, y=None):
+        if self.how == "attribute":
+            self.kept = x
+        out = self.line(x.clone() if y is None else x + y)
+        return x.add_(out) if self.how == "written to" else out
+
+
+class Passed(Passing):
+    def forward(self, batch):
+        x, y = batch if isinstance(batch, tuple) else (batch, batch)
+        return (x if self.how == "tuple" else torch.tanh(x), super().forward(x, y))
+
+
+def pass_on(how):
+    """A step's fetches, the most layers that were whole at once, and whether it is as plain"""
+    torch.manual_seed(0)
+    kind = Passed if how in ("tuple", "computed") else Passing
+    modules = [kind(how) for _ in range(4)]
+    if how == "written to":
+        # Autograd writes into no leaf.
+        modules[0] = nn.Linear(6, 6)
+    plain = nn.Sequential(*copy.deepcopy(modules))
+    model = Zero3Sequential([Zero3Layer(m) for m in modules])
+    found, expected = (each(torch.ones(2, 6, requires_grad=True)) for each in (model, plain))
+    with Ledger(model) as tape:
+        for out in (found, expected):
+            (sum(out) if kind is Passed else out).square().sum().backward()
+    layers, most = set(), 0
+    for each in tape.events:
+        layers = layers | {each.layer} if each.event == "fetch" else layers
+        layers = layers - {each.layer} if each.event == "free" else layers
+        most = max(most, len(layers))
+    wholes = [param for each in model.module_list for param in snapshot_of(each)]
+    same = [torch.allclose(ours, p.grad)
+            for ours, p in zip(wholes, plain.parameters(), strict=True)]
+    return [e.layer for e in tape.events if e.event == "fetch"], most, all(same)
+
+
+def snapshot_of(layer):
+    """The gradients of a layer's parameters, from the shards of all ranks"""
+    grads = layer.comm.numbers(layer, layer.chunk[0].grad)[: layer.comm.world_size].flatten()
+    return [slot.of(grads) for slot in layer.slots()]
+
+
+@pytest.mark.parametrize("how", ["tuple", "computed", "attribute", "written to"])
+def test_an_input_that_is_handed_on_is_no_output(how):
+    """
+    Backward gathers each layer once and frees it, also when a layer's input leaves it as it came,
+    beside its output or as an attribute. Breaks where such an input announces the
+    layer: its gradient arrives when the layer is done, which would be gathered a third time and
+    stay whole. One that the layer has written to does announce it.
+    Proves I1, I3, I4, `Watch.outputs`, `Watch.inputs`.
+    """
+    for fetched, most, same in run(pass_on, 2, how):
+        kind = "Passed" if how in ("tuple", "computed") else "Passing"
+        first = "Linear" if how == "written to" else kind
+        assert fetched == [f"layer 2 ({kind})", f"layer 1 ({kind})", f"layer 0 ({first})"]
+        # A tensor in a container is no view of its own, so its layer is done a moment later.
+        assert same and most == (3 if kind == "Passed" else 2)
 
 
 def live_tensor_bytes():

@@ -51,13 +51,14 @@ class Call:
     """
     ## One forward call of a layer
 
-    Only hooks in the graph refer to it, and `Watch.entered` until the pass has ended. If the graph
-    is dropped without a backward pass, the call is freed with it.
+    Only hooks in the graph refer to it, and in backward `Watch.entered`. If the graph is dropped
+    without a backward pass, the call is freed with it.
     """
 
     versions: tuple[int, ...]  # how often each shard had been written to
     is_elsewhere: bool  # whether it was inside `full_params`
-    inputs: int = 0  # tensors that came in and need a gradient
+    # Tensors that came in and need a gradient, and how often each had been written to.
+    inputs: list[tuple[weakref.ref[torch.Tensor], int]] = dataclasses.field(default_factory=list)
     outputs: int = 0  # tensors that went out and need a gradient
 
 
@@ -84,7 +85,7 @@ class Watch:
         self.entered: set[Call] = set()
         # How many gradients of the inputs of these calls have not arrived yet.
         self.inputs_left = 0
-        # Names of the parameters whose gradients this backward pass has brought.
+        # Names of the parameters whose gradients have come since the last reduce.
         self.arrived: set[tuple[str, ...]] = set()
 
     def inputs(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
@@ -110,14 +111,14 @@ class Watch:
             value = value.view_as(value)
         for tensor in tensors_in(value):
             if tensor.requires_grad and torch.is_grad_enabled():
-                call.inputs += 1
+                call.inputs.append((weakref.ref(tensor), tensor._version))
                 if tensor.is_leaf:
                     # It may outlive the graph, and would collect the hooks of all passes.
                     handle = tensor.register_hook(partial(self._arrives, weakref.ref(call)))
                     weakref.finalize(call, handle.remove)
                 else:
-                    # It keeps the call for as long as the graph. An output that somebody writes to
-                    # loses its hooks, and with them the call.
+                    # This hook keeps the call for as long as the graph. A view that somebody writes
+                    # to loses its hooks, and an output may be one.
                     tensor.register_hook(partial(self._arrives, lambda: call))
         return value
 
@@ -135,11 +136,14 @@ class Watch:
         """
         ### Have each of these outputs announce the backward pass
 
-        Without an announcement autograd would reach freed parameters. No layer has made a leaf, so
-        its gradient announces nothing.
+        Without an announcement autograd would reach freed parameters. A leaf, and an input that
+        the layer hands on unchanged, were not computed here and announce nothing.
         """
         for tensor in tensors:
-            if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+            handed_on = any(came_in() is tensor and tensor._version == version
+                            for came_in, version in call.inputs)
+            is_computed = tensor.requires_grad and not tensor.is_leaf and not handed_on
+            if is_computed and torch.is_grad_enabled():
                 call.outputs += 1
                 self.pending.add(call)
                 tensor.register_hook(partial(self.begin, call))
@@ -154,7 +158,7 @@ class Watch:
             return False
         self.entered.add(call)
         self.pending.discard(call)
-        self.inputs_left += call.inputs
+        self.inputs_left += len(call.inputs)
         return True
 
     def reset(self) -> None:
@@ -184,12 +188,12 @@ def at_end_of_backward(settle: Callable[[bool], None]) -> None:
             raise
 
     def end() -> None:
-        raised.detach()
+        dropped.detach()
         finish(False)
 
     # If backward raises an exception, the engine drops `end` without calling it.
-    raised = weakref.finalize(end, finish, True)
-    raised.atexit = False
+    dropped = weakref.finalize(end, finish, True)
+    dropped.atexit = False
     torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
