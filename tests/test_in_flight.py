@@ -46,19 +46,20 @@ def late(kind):
     model(torch.ones(2, 12)).sum().backward()
     model.zero_grad()
     told = dist.new_group([0, 2])
-    real = Communicator._rows_to_fill
+    real = Communicator.send
 
-    def rows_to_fill(*args):
-        # The announcement has been sent already. Now wait until rank 0 has seen the error.
-        dist.barrier(told)
-        Communicator._rows_to_fill = real
-        return real(*args)
+    def send(comm, transfer, *args):
+        if transfer.announced:
+            # The announcement has been sent already. Now wait until rank 0 has seen the error.
+            dist.barrier(told)
+            Communicator.send = real
+        return real(comm, transfer, *args)
 
     if dist.get_rank() == 1:
         with pytest.raises(RuntimeError, match="has a fault"):
             first.comm.fail(first, "has a fault", "none", "one", "look after it")
     elif dist.get_rank() == 2:
-        Communicator._rows_to_fill = rows_to_fill
+        Communicator.send = send
         with pytest.raises(RuntimeError, match="diverged"):
             model(torch.ones(2, 12))
     else:
@@ -126,6 +127,96 @@ def test_a_start_that_raises_says_so_in_words_and_what_has_started_keeps_its_mem
             f"rank {rank}: layer 0 (Linear): the other ranks are lost. Expected: their part of a "
             "gather. Got: Broken pipe. What to do: look for the first error")
         assert (nbytes, fetched, lost) == (WEIGHTS, False, True)
+
+
+class Wide(nn.Module):
+    """Weights of two data types, so a layer of it has two flat parameters"""
+
+    def __init__(self):
+        super().__init__()
+        self.near, self.far = nn.Linear(4, 4), nn.Linear(4, 4).double()
+
+    def forward(self, x):
+        return self.near(x) + self.far(x.double()).float()
+
+
+def wide():
+    torch.manual_seed(0)
+    return Zero3Sequential([Zero3Layer(Wide()), Zero3Layer(nn.Linear(4, 4))])
+
+
+def converted():
+    model = wide()
+    model.float()
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(2, 4))
+    return str(error.value), len(in_flight.users)
+
+
+def test_an_error_at_the_second_flat_parameter_is_the_one_that_is_raised():
+    """
+    The first one fits and the second does not. Breaks where the first is on its way by then: the
+    cleanup finds it in flight.
+    Proves I2, `Communicator._rows_to_fill`, `Communicator.all_gather`.
+    """
+    for rank, (error, begun) in enumerate(run(converted, 2)):
+        assert error.startswith(f"rank {rank}: layer 0 (Wide) cannot gather. Expected: torch.float")
+        assert not begun
+
+
+def without_memory(fails):
+    """Memory runs out on one rank, before anything is announced; it tries again"""
+    model = wide()
+    real = InFlight.resize
+    left = [int(dist.get_rank() == fails)]
+
+    def resize(owner, tensor, nbytes):
+        if nbytes and tensor.dtype == torch.double and left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("out of memory")
+        return real(owner, tensor, nbytes)
+
+    InFlight.resize = resize
+    x = torch.ones(2, 4)
+    if left[0]:
+        with pytest.raises(torch.OutOfMemoryError):
+            model(x)
+    out = model(x)
+    InFlight.resize = real
+    out.sum().backward()
+    return out.tolist(), [p.grad.tolist() for p in model.get_trainable_chunk()]
+
+
+def test_a_rank_without_memory_may_try_again():
+    """
+    The other rank waits for it, and both get the numbers of a run without an error. Breaks where
+    the transfer is announced before its memory is there.
+    Proves I1, `Communicator.all_gather`.
+    """
+    assert run(without_memory, 2, 0) == run(without_memory, 2, None)
+
+
+def alone():
+    layer = Zero3Layer(nn.Linear(4, 4))
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError):
+            layer.comm.fail(layer, "has a fault", "none", "one", "look after it")
+    said = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as error:
+            layer(torch.ones(2, 4))
+        said.append(str(error.value))
+    return said, layer.is_fetched
+
+
+def test_a_layer_by_itself_says_the_same_error_again():
+    """
+    A chain cleans up after a wait that raised, and a layer in no chain does so too. Breaks where it
+    counts as fetched afterwards: then the next error is about a freed parameter.
+    Proves I2, `Zero3Layer.forward`.
+    """
+    for (first, again), fetched in run(alone, 2):
+        assert first == again and not fetched
 
 
 def interrupted():

@@ -31,8 +31,8 @@ parameter has a count of its own. So autograd does not see a gather, and a write
 can be told from a gather.
 
 Below, a parameter is *open* if it can be used, and *closed* if not. A closed one has another class,
-`FreedParameter`, on which every operation is an error with the parameter's name. Its `_version` is
-higher by one, so that backward through a freed layer is an error, too.
+`FreedParameter`, on which every operation is an error with the parameter's name. If it is freed,
+its `_version` is higher by one, so that backward through it is an error, too.
 
 **Run this**: `notebooks/03_one_layer.ipynb` follows one flat parameter through a step.
 
@@ -79,7 +79,7 @@ class Storage:
         """
         ### The shard in memory: `(shard_numel,)`
 
-        The caller may write to it, and calls `save` afterwards.
+        A caller that writes to it calls `save` afterwards.
         """
         return self.param.detach()
 
@@ -379,7 +379,7 @@ class FlatParameter:
 
     def drop_full_grad(self) -> None:
         """
-        ### Forget the full gradient, after the sums over ranks have arrived
+        ### Forget the full gradient, reduced or not
         """
         self.grad = None
         self.ready.clear()

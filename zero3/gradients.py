@@ -97,7 +97,7 @@ def _check_clip(model: nn.Module,
     """
     #### Refuse gradients that cannot be clipped here
 
-    With a loss scale of 65536 the norm would be 65,536 times too large.
+    With a loss scale of 65,536 the norm would be 65,536 times too large.
     """
     names = stray(model)
     first.expect(not names, "cannot clip", "all trainable parameters in Zero3Layers", names,
@@ -119,7 +119,7 @@ def norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     """
     ## The norm of a gradient, `(n,)` to `()`, in fp32 or wider
 
-    It adds squares in blocks, because one long fp32 sum is soon so large that a small square does
+    It adds powers in blocks, because one long fp32 sum is soon so large that a small power does
     not change it.
     """
     while len(grad) > BLOCK_NUMEL:

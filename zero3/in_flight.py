@@ -20,12 +20,12 @@ sends wrong numbers.
 
 The cleanup cannot wait, because rank 1 will never send. So before a transfer starts,
 its owner names the memory (`begin`). After a successful wait it says that the transfer is done
-(`end`). In between nobody else frees, resizes or reuses this memory. If the wait or the start
+(`end`). In between nobody frees, resizes or reuses this memory. If the wait or the start
 fails, the memory is kept for good (`lose`):
 
 $$\text{freed} \cap \text{in flight} = \emptyset$$
 
-After an error only its announcement is sent (`Communicator.give_up`), so hardly more memory is
+After an error only its announcement is sent (`announce_fault`), so hardly more memory is
 lost.
 
 **Who frees or reuses memory, and why nobody uses it then:**
@@ -33,7 +33,7 @@ lost.
 | place | memory | nobody uses it, because |
 |---|---|---|
 | `Zero3Layer` | the flat parameter | `_cleanup_params` has waited for the gather |
-| `Communicator.all_gather` | the same | it has no bytes before |
+| `Communicator.all_gather` | the same | it has no bytes, or all |
 | `as_receive_buffer` | the same, for gradients | the layer's backward is over |
 | `add_reduced` | the same | the wait for the reduce has succeeded |
 | `Packed.wait` | a packed buffer | dropped, not resized: the transfer has a reference |

@@ -36,9 +36,9 @@ backward, reduce. Four methods call `_settle_at_end_of_backward`, which has auto
 when the pass ends; *end of backward* says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and headings give the
 standard terms. The parts of a layer are in `flat.py`, `watch.py`, `schedule.py`, `comm/` and
-`in_flight.py`. `Sharded`, the base class in `sharded.py`, has `flats`, and whatever users call
-outside the training step. `guards` refuse mistakes (see `guards/moments.py`). An "I2" in a
-docstring is an invariant that `zero3/__init__.py` lists.
+`in_flight.py`. `Sharded`, the base class in `sharded.py`, has `flats` and `is_fetched`, and what
+users call outside the training step. `guards` refuse mistakes (see `guards/moments.py`). An "I2" in
+a docstring is an invariant that `zero3/__init__.py` lists.
 
 **Run this**: `make train` trains a small transformer on two ranks, and compares the memory and the
 communication of each rank with these formulas.
@@ -75,8 +75,8 @@ class Zero3Layer(Sharded):
     ## Zero3 layer
 
     Wrap each layer of a model in one, and call it as you would call the layer. In a training step
-    it goes through the states that `minimal.py` lists at the head of its `Zero3Layer`. Backward
-    also waits for the gradients of inputs.
+    its states are those at the head of `Zero3Layer` in `minimal.py`, on an accelerator without
+    the receive buffer. Backward also waits for the gradients of inputs.
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
@@ -99,7 +99,7 @@ class Zero3Layer(Sharded):
         * `activations` says where the tensors go that autograd saves in the layer, as an `Offload`,
           as "cpu" or as `Activations`; left out, they stay (see `offload/activations.py`)
 
-        Raises `TypeError` if `module` is not an `nn.Module` or `rank` not an integer, and
+        Raises `TypeError` if `module` is not an `nn.Module` or `rank` no integer, and
         `ValueError` if `offload` names no known place. Raises `RuntimeError` if the module
 
         * is sharded already, or shares a parameter with another layer
@@ -169,8 +169,8 @@ class Zero3Layer(Sharded):
         products, copies and NCCL are slow otherwise.
 
         The padding is zero and stays zero, because its gradient is zero too (`begin_grad`).
-        Uninitialised memory in the padding of a gradient could hold a NaN. The norm of all
-        gradients would be NaN, and clipping by it would destroy every gradient of the model.
+        Uninitialised, it could hold a NaN. Then the norm of all gradients would be NaN, and
+        clipping by it would destroy every gradient of the model.
         """
         dtype = params[0].dtype
         pieces = []
@@ -230,7 +230,7 @@ class Zero3Layer(Sharded):
             return
         self._settle_at_end_of_backward()
         # If backward reaches the layer a second time, its reduce may still be in flight. Finish it
-        # first: it sends the flat gradient, and on the CPU the others' arrive in `flat.full`.
+        # first: it sends the flat gradient, and on the CPU the others arrive in `flat.full`.
         self.reducer.finish(self)
         self.is_fetched = True
         # Gather into the *same storage* every time. The parameters are views of it, and so are the
@@ -268,7 +268,7 @@ class Zero3Layer(Sharded):
         #### Reshard (free)
 
         Runs after forward, and in backward after the last gradient. It first waits for an
-        all-gather in flight, which writes into this memory. After an error on another rank that
+        all-gather in flight, which writes into this memory. After an error on any rank that
         gather cannot finish, so the memory is kept (see `in_flight.py`).
         """
         self.kept_for = None
@@ -313,11 +313,11 @@ class Zero3Layer(Sharded):
         recompute = in_backward()
         self._prepare(recompute)
         self._settle_at_end_of_backward()
-        self.fetch_params()
-        self._wait_params()
-        self.listener.record(self, "compute")
         call = Call(self.shard_versions(), self.is_full_elsewhere)
         try:
+            self.fetch_params()
+            self._wait_params()
+            self.listener.record(self, "compute")
             args, kwargs = self.watch.inputs(call, args, kwargs)
             # While it runs, `module.parameters()` yields the full parameters.
             with self.guard, self.saving((args, kwargs)):
@@ -384,7 +384,7 @@ class Zero3Layer(Sharded):
         self.guard.before_grad(grad, slot.names[0])
         self._settle_at_end_of_backward()
         if flat.grad is None:
-            # (world_size * shard_numel,), device, of the data type of the reduce.
+            # (world_size * shard_numel,), device, of the data type that is reduced.
             full_grad = self._empty(len(flat.full), flat.shard.grad_dtype)
             flat.begin_grad(full_grad)
             self.listener.record(self, "gradients", full_grad.nbytes)
@@ -423,10 +423,10 @@ class Zero3Layer(Sharded):
         #### Reshard, and reduce-scatter the gradients
 
         Start the reduce-scatter and return, so that it overlaps the backward pass of the previous
-        layer. All ranks must call this. A rank sends every other rank that rank's part of the flat
+        layer. All ranks must call this. A rank sends the other ranks' parts of the flat
         gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
-        # The guard would take parameters that are still arriving for a write.
+        # The guard would see a write in parameters that are still arriving.
         self._wait_params()
         self.guard.after_backward()
         self._release()
@@ -435,12 +435,12 @@ class Zero3Layer(Sharded):
         # On the CPU the other ranks' gradients arrive in the storage of the full parameters, which
         # are freed by now.
         pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in flats]
-        # First the reduce of the next layer ends (see `comm/reducer.py`), because one is in flight
+        # First the reduce before this one ends (see `comm/reducer.py`), because one is in flight
         # at a time. The reducer of a `Zero3Optimizer` is a bucket: it sends small layers together.
         if pairs and self.reducer.make_way(self, pairs):
             self.reducer.started([self], self.comm.reduce_scatter([self], pairs))
         if self.layer_idx == ALONE:
-            # It is in no chain, so no other layer ends this reduce. End it now.
+            # It is in no chain. Outside of backward nobody else would end this reduce.
             self.reducer.finish(self)
 
     def reduce(self) -> None:
@@ -455,7 +455,7 @@ class Zero3Layer(Sharded):
     @torch.no_grad()
     def add_reduced(self, totals: list[torch.Tensor]) -> None:
         """
-        ### Add the reduced gradients to those of the shards
+        ### Add the reduced gradients to those of the shards; the reducer calls it
 
         * `totals` are the means over ranks, `(shard_numel,)`, one for each flat gradient
 

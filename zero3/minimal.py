@@ -38,7 +38,7 @@ states.
 **Run this**: `python -m zero3.minimal`.
 
 **Not covered, and what that costs**: every layer takes one tensor and returns one, and is in the
-chain once. It has at least one parameter. All of them are trained, used, and of one data type. A
+chain once. Its parameters, one or more, are all trained, used, and of one data type. A
 forward pass with gradients is followed by its backward pass. If one of these does not hold, weights
 may be stale or gradients lost, often without an error. torch's `clip_grad_norm_` would clip by the
 norm of one rank's shards, and buffers are not copied from rank 0. Reading a parameter outside its
@@ -70,10 +70,10 @@ class Zero3Layer(nn.Module):
     | when | what happens | buffers besides the shard, each as long as the flat parameter |
     |---|---|---|
     | between two steps | | nothing |
-    | forward: the previous layer computes | its all-gather runs | parameters, arriving |
+    | forward: the previous layer computes | it is gathered | parameters, arriving |
     | this layer computes | | parameters |
     | it has computed | it is freed, unless it is the last layer | nothing, or parameters |
-    | backward: the next layer computes | its all-gather runs | parameters, arriving |
+    | backward: the next layer computes | it is gathered | parameters, arriving |
     | its gradients arrive | they fill a flat gradient | parameters, gradient |
     | all have arrived | it is freed, its reduce-scatter starts | gradient, receive buffer |
     | backward: the previous layer has its gradients | the shard gets its gradient | nothing |
@@ -134,7 +134,7 @@ class Zero3Layer(nn.Module):
         """
         for p, offset in zip(self.params, self.offsets, strict=False):
             # Autograd counts the writes to a saved tensor. A parameter whose `.data` was set has a
-            # count of its own, so a gather into `full` does not count as a write to it.
+            # count of its own, so a gather into `full` does not raise that one.
             p.data = self.full[offset : offset + p.numel()].view(p.shape)
         # `parameters()` must yield the shards alone, because they go to the optimizer. The modules
         # still find their parameters, as plain attributes.
@@ -151,7 +151,7 @@ class Zero3Layer(nn.Module):
         Start the all-gather and return at once, so that communication overlaps the computation of
         another layer. If the shard is in a file, it is read first, and the call waits for that. All
         ranks call it for the same layers in the same order. Otherwise they would hang, or mix up
-        layers. Each sends its shard to the $N-1$ others.
+        layers. A rank sends its shard to the $N-1$ others.
         """
         # It may have been prefetched, or kept since forward.
         if self.is_fetched:

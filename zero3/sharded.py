@@ -1,8 +1,8 @@
 r"""
 # A sharded module, for its users
 
-`Sharded` is everything that a sharded layer offers besides the training step: its full parameters
-and the norm of its gradient. Read its subclass `Zero3Layer` first.
+`Sharded` is everything that a sharded layer offers besides the training step, such as its full
+parameters and the norm of its gradient. Read its subclass `Zero3Layer` first.
 
 Take the weights 1, 2, 3 on two ranks, whose shards have the gradients (3, 2) and (4, 0):
 
@@ -199,8 +199,8 @@ class Sharded(Trained, Guarded):
         """
         #### Shard the values that rank 0 has written
 
-        If the block has failed on another rank, or if on one the shards have changed, or a
-        parameter has another shape or type, all raise `RuntimeError`.
+        If on any rank the block has failed, the shards have changed, or a parameter has another
+        shape or type, all raise `RuntimeError`.
         """
         problem = ""
         if self.gathered_versions != self.shard_versions():
@@ -330,7 +330,7 @@ def communicator(rank: int | None = None,
 
     * `rank`, `world_size` and `mesh` are as for `Zero3Layer`
 
-    Raises `TypeError` if they are not whole numbers from 0 on, or come with a mesh.
+    Raises `TypeError` if the first two are no whole numbers from 0 on, or come with a mesh.
     """
     for number in (rank, world_size):
         expect(number is None or whole(number), "Zero3Layer", "whole numbers for `rank` and "

@@ -50,8 +50,8 @@ waits for earlier layers only. The third row says *this* layer: if compute waite
 fetch stream, it would also wait for the next layer's copy.
 
 **The same on all ranks.** Before its data, each rank announces what it is about to send, and
-`guards/diverged.py` compares the announcements: on the CPU the host does it, and on an accelerator
-the device, unless the host is about to wait anyway.
+`guards/diverged.py` compares the announcements: the host does it on the CPU, or if it is about to
+wait anyway, and otherwise the device.
 
 **Run this**: `make bench ARGS=--comm` compares the messages used here with gloo's collectives.
 
@@ -140,10 +140,11 @@ class Communicator(Peers):
         All ranks must call it. A rank sends $N-1$ times the bytes of the shards.
         """
         with self.on(self.fetch_stream):
+            # All memory first: after an error here nothing is in flight.
+            fulls = [self._rows_to_fill(sender, *pair) for pair in pairs]
             transfer = self.begin([self.group], [sender], "gather", pairs)
-            for full, shard in pairs:
-                rows = self._rows_to_fill(transfer, full, shard)  # (world_size, shard_numel)
-                # Send a copy. So a buffer that the shard was read into is free again.
+            for rows, (_, shard) in zip(fulls, pairs, strict=True):
+                # Send a copy, so that a buffer that the shard was read into is free again.
                 mine = rows[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 self.send(transfer, self.group, rows, mine, all_gather_single)
@@ -304,8 +305,8 @@ class Communicator(Peers):
         """
         ### Work on a stream, after it has waited for the current one
 
-        So the last reader of any memory that torch's allocator hands out again here has finished,
-        and no tensor needs `record_stream`.
+        So memory that torch's allocator hands out again here has no reader left, and no tensor
+        needs `record_stream`.
         """
         stream.wait_stream(self.current_stream())
         with self._backend.stream(stream):
@@ -345,8 +346,8 @@ class Communicator(Peers):
 
         It sends 32 bytes to each other rank of these groups.
 
-        Raises `RuntimeError` after an earlier error, because the other ranks would take what is
-        sent now for what they still expected then.
+        Raises `RuntimeError` after an earlier error, because the other ranks would take this for
+        what they still expect.
         """
         if self.broken and action != "fault":
             raise RuntimeError(self.broken)
@@ -359,6 +360,7 @@ class Communicator(Peers):
         mark = met << 32 | zlib.crc32(f"{numbers}{options}".encode())
         row = (numbers[0], ACTIONS.index(action), sum(full.nbytes for full, _ in pairs), mark)
         transfer = Transfer(self, senders[0], action, pairs, self.event(), row, options)
+        transfer.from_cpu = any(each.device != full.device for full, each in pairs)
         for group in groups:
             if group.size == 1:
                 continue
@@ -384,8 +386,7 @@ class Communicator(Peers):
 
         * `what`, `expected`, `got` and `cure` are as for `expect`
 
-        Raises `RuntimeError`, here and in every later wait for a transfer. This rank does not begin
-        the next transfer, and the other ranks raise an error when they wait for that.
+        Raises `RuntimeError`, here and in every later wait for a transfer.
         """
         try:
             expect(False, f"rank {self.global_rank}: {sender.label} {what}", expected, got, cure,
@@ -393,8 +394,8 @@ class Communicator(Peers):
         except RuntimeError as error:
             if not self.broken:
                 self.give_up(str(error))
-                # Announce a fault. The other ranks compare it with the transfer that they expect,
-                # and raise an error. Nobody waits for it here.
+                # Announce a fault in place of the next transfer. The other ranks compare it with
+                # the one that they expect, and raise an error. Nobody waits for it here.
                 self.announce_fault(self.groups, sender)
             raise
 
@@ -457,7 +458,7 @@ class Communicator(Peers):
         self.event = self._backend.Event
         self.fetch_stream, self.backup_stream = streams(at)
 
-    def _rows_to_fill(self, transfer: Transfer,
+    def _rows_to_fill(self, sender: Sender,
                       full: torch.Tensor,
                       shard: torch.Tensor) -> torch.Tensor:
         """
@@ -467,12 +468,11 @@ class Communicator(Peers):
         """
         is_near = shard.device in (full.device, torch.device("cpu"))
         if full.dtype != shard.dtype or not is_near:
-            expect(False, f"{transfer.where} cannot gather",
+            expect(False, f"rank {self.global_rank}: {sender.label} cannot gather",
                    f"{full.dtype} on {full.device}, as wrapped",
                    f"a shard of {shard.dtype} on {shard.device}",
                    "convert or move the module before wrapping it, not after", RuntimeError)
-        transfer.from_cpu |= shard.device != full.device
-        # Nothing happens if `full` has its memory already.
+        # `full_params` brings memory of its own.
         in_flight.resize(full, full.nbytes)
         return self.rows(full)
 
@@ -525,7 +525,7 @@ class Communicator(Peers):
                         tensor.copy_(whole)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Transfer(Counted):
     """
     ## A collective in flight
@@ -678,7 +678,7 @@ class Transfer(Counted):
         """
         #### Send nothing new, and tell this rank's other groups: the error to raise
 
-        All ranks of the transfer's own group have found the problem themselves.
+        The ranks of the transfer's own group find the problem themselves.
         """
         if not self.comm.broken:
             self.comm.give_up(problem)
@@ -689,7 +689,7 @@ class Transfer(Counted):
 
     def wait_for(self, works: list[Any]) -> None:
         """
-        ### Wait for messages no longer than the group says, and have a stream wait for collectives
+        ### Wait for messages within the group's timeout, and have a stream wait for collectives
 
         Without a limit gloo waits as long as it was told when the group was made: half an hour, if
         a mesh made it (see `mesh.py`).

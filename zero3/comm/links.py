@@ -250,11 +250,11 @@ class LinkedCommunicator(Communicator):
             near = all(id(full) in self._kept for full, _ in pairs)
             groups = [self.group] if near else [*self.sharers]
             action = "gather from the node" if near else "gather"
+            # All memory first: after an error here nothing is in flight.
+            rows = [self._travelling(full, self._rows_to_fill(sender, full, shard), exact)
+                    for full, shard in pairs]
             transfer = self.begin(groups, [sender], action, pairs)
-            rows = []
-            for full, shard in pairs:
-                each = self._travelling(full, self._rows_to_fill(transfer, full, shard), exact)
-                rows.append(each)
+            for each, (full, shard) in zip(rows, pairs, strict=True):
                 if near:
                     # Each copy serves one gather.
                     self._slice(each).copy_(self._kept.pop(id(full)))
@@ -374,12 +374,12 @@ class LinkedCommunicator(Communicator):
         if encoding is None or self.group.size == 1:
             return super().reduce_scatter(senders, pairs)
         with self.on(self.backup_stream):
+            codes = [encoding.encode(self.rows(grad)) for grad, _ in pairs]  # (world_size, n) uint8
             transfer = self.begin([self.group], senders, "reduce", pairs)
             transfer.add = self._add_decoded
             for i, (grad, buffer) in enumerate(pairs):
-                coded = encoding.encode(self.rows(grad))  # (world_size, n) uint8
-                parts = coded.view(self.group.size, -1)
-                received = collectives.as_receive_buffer(buffer, coded.view(-1)).view_as(parts)
+                parts = codes[i].view(self.group.size, -1)
+                received = collectives.as_receive_buffer(buffer, parts.view(-1)).view_as(parts)
                 transfer.pairs[i] = (grad, received)
                 self._all_to_all(transfer, self.group, received, parts)
         return transfer
