@@ -23,7 +23,7 @@ from zero3.compiler.engines import Inductor, regions_of
 from zero3.compiler.graph import find, linked, offload, reload, vacate, wait
 from zero3.compiler.model import CompiledUnit, compile
 from zero3.compiler.passes import improve, offload_states
-from zero3.compiler.trace import Graphs
+from zero3.compiler.trace import TRAINED, Graphs
 from zero3.estimate.ledger import Ledger
 from zero3.train import launch
 
@@ -369,7 +369,7 @@ class OnDevice(torch.autograd.Function):
     """Carry out two graphs as autograd would: Dynamo does not trace below somebody else's modes"""
 
     @staticmethod
-    def forward(ctx, x, graphs, inputs):
+    def forward(ctx, x, trained, graphs, inputs):
         forward, ctx.backward = graphs
         y, *ctx.saved = forward([x, *[None] * (inputs - 1)])
         return y
@@ -379,7 +379,7 @@ class OnDevice(torch.autograd.Function):
         args = [*ctx.saved, grad]
         ctx.saved = []
         ctx.backward(args)
-        return None, None, None
+        return None, None, None, None
 
 
 class Watch(fx.Interpreter):
@@ -430,7 +430,7 @@ def on_device(device, shape, nbytes, watched=False, steps=3):
             each.clear()
         for unit in model.units:
             unit.prepare()
-        y = OnDevice.apply(x, run_them, inputs)
+        y = OnDevice.apply(x, TRAINED, run_them, inputs)
         y.backward(torch.ones_like(y))
         del y
         # The last pass is a second micro-batch, so gradients are there in forward.

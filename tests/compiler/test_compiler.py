@@ -5,6 +5,7 @@ The oracle of `aot_eager` is `wrap`, to the bit. Passes are tried on graphs of l
 NaN when they are released.
 """
 
+import copy
 import gc
 import warnings
 import weakref
@@ -535,6 +536,73 @@ def test_inductor_computes_the_same_within_rounding():
         # Communication stands in the same order.
         sent = [[(n.target, n.args) for n in find(each, gather, reduce)] for each in (one, two)]
         assert [t for t, _ in sent[0]] == [t for t, _ in sent[1]]
+    torch.compiler.reset()
+
+
+class Dropped(nn.Module):
+    """A weight of ones, and half of what it is multiplied by"""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, WIDTH))
+
+    def forward(self, x):
+        return nn.functional.dropout(x * self.scale, 0.5, self.training)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_backward_has_the_mask_of_forward(backend):
+    """
+    With a weight of ones the sum of the gradient is the sum of the output. Breaks where Inductor
+    cuts the graph without the mode in which it was traced: it makes the seeds there.
+    Proves `Inductor.partition`.
+    """
+    torch.manual_seed(0)
+    model = compile(nn.Sequential(Dropped(), Dropped()), backend=backend)
+    for _ in range(2):
+        out = model(torch.ones(4, WIDTH)).sum()
+        out.backward()
+        for shard in model.get_trainable_chunk():
+            assert shard.grad.sum() == out
+        model.zero_grad()
+    assert len(model.graphs) == 1
+    torch.compiler.reset()
+
+
+def test_who_asks_for_other_gradients_gives_none_to_the_weights():
+    """
+    As in plain PyTorch: of the input alone, or of a list of tensors. Breaks where graphs collect
+    without asking the engine: then such a call changes what the next step does.
+    Proves `are_wanted`, `CompiledUnit.collect`.
+    """
+    torch.manual_seed(0)
+    plain = Stack()
+    model = compile(copy.deepcopy(plain), Block, backend="aot_eager")
+    x = rows(0).requires_grad_()
+    for each in (plain, model):
+        found = torch.autograd.grad(each(x).sum(), x)
+        each(x).sum().backward(inputs=[x])
+        assert torch.allclose(*found, x.grad)
+        x.grad = None
+    shards = model.get_trainable_chunk()
+    assert all(shard.grad is None for shard in shards)
+    for each in (plain, model):
+        each(x).sum().backward()
+    expected = sum(p.grad.sum() for p in plain.parameters())
+    assert sum(shard.grad.sum() for shard in shards) == pytest.approx(expected.item())
+    torch.compiler.reset()
+
+
+def test_every_model_of_a_process_gets_a_graph():
+    """
+    Dynamo keeps a limited number of graphs with a function's code. Breaks where all models share
+    the code that is compiled: those of a sweep run with hooks after the first ones.
+    Proves `CompiledModel._compile`.
+    """
+    for _ in range(14):
+        model = compile(Stack(depth=1), Block, backend="aot_eager")
+        model(rows(0)).sum().backward()
+        assert len(model.graphs) == 1
     torch.compiler.reset()
 
 

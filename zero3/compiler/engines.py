@@ -35,6 +35,7 @@ import torch
 from torch import fx
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_symbols, is_symbol_binding_fx_node
 
 from zero3.compiler.graph import (
@@ -97,8 +98,15 @@ class Inductor(Eager):
 
         self.inductor = compile_fx
         self.decompositions = select_decomp_table()
-        self.partition = compile_fx.partition_fn
         self.compiled: dict[str, Callable] = {}
+
+    def partition(self, *args, **kwargs):
+        """
+        ### Cut the joint graph into forward and backward
+        """
+        # Random operations get a seed there, and Inductor looks for the mode to make its tensor in.
+        with V.set_fake_mode(TracingContext.get().fake_mode):
+            return self.inductor.partition_fn(*args, **kwargs)
 
     def compile(self, graph: fx.Graph) -> Callable:
         """

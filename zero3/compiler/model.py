@@ -72,7 +72,7 @@ from zero3.compiler.away import StatesAway, leaving
 from zero3.compiler.engines import Eager, Inductor
 from zero3.compiler.graph import find, full_numel, gather, layers_of, reduce
 from zero3.compiler.passes import gathered, improve, move_activations, offload_states
-from zero3.compiler.trace import Graphs, Place, graphs_of
+from zero3.compiler.trace import Graphs, Place, are_wanted, graphs_of
 from zero3.flat import Slot, own_modules
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
@@ -210,6 +210,8 @@ class CompiledUnit(Unit):
         """
         ### Add the gradient of the parameter with the index `place` to the flat gradient
         """
+        if not are_wanted():
+            return
         flat, slot = self.flat_slots[place]
         self.guard.before_grad(grad, slot.names[0])
         grad = self._hooked(slot, grad)
@@ -434,8 +436,15 @@ class CompiledModel(Zero3Model):
         places = {id(slot.param): Place(name, i, unit.full_name(slot.names[0]))
                   for name, unit in self.engine.layers.items()
                   for i, slot in enumerate(unit.slots())}
+        module = self.module
+
+        def run(*args, **kwargs):
+            return module(*args, **kwargs)
+
+        # Dynamo keeps graphs with the code, and a limited number, also of models that are gone.
+        run.__code__ = run.__code__.replace()
         backend = partial(graphs_of, places, WeakMethod(self._lower), self.engine)
-        self.run: Callable[..., Any] = torch.compile(self.module.__call__, backend=backend)
+        self.run: Callable[..., Any] = torch.compile(run, backend=backend)
 
     def _follow_optimizer(self) -> None:
         """

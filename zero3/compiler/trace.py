@@ -44,6 +44,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._functorch import config as functorch
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._guards import TracingContext, detect_fake_mode
+from torch.autograd.graph import get_gradient_edge
 
 from zero3.compiler.graph import (
     collect,
@@ -62,6 +63,9 @@ from zero3.compiler.graph import (
     remember,
 )
 from zero3.guards.options import expect
+
+# Without elements it stands for each trainable parameter where autograd would have that.
+TRAINED = torch.empty(0, device="cpu", requires_grad=True)
 
 
 class Place(NamedTuple):
@@ -171,12 +175,10 @@ def _without_parameters(run: Callable, inputs: Sequence[Any], places: list[Place
     """
     #### Call a function of inputs and parameters without the parameters
 
-    A tensor without elements stands for each parameter. Its gradient is none, because `collect` has
-    taken it.
+    The gradient of `TRAINED` is none, because `collect` has taken it.
     """
-    trains = torch.empty(0, device="cpu", requires_grad=True)
     frozen = torch.empty(0, device="cpu")
-    in_place = [None if place is None else trains if each.requires_grad else frozen
+    in_place = [None if place is None else TRAINED if each.requires_grad else frozen
                 for place, each in zip(places, inputs, strict=True)]
     traced = [id(each) for each in inputs]
 
@@ -188,6 +190,15 @@ def _without_parameters(run: Callable, inputs: Sequence[Any], places: list[Place
                      for arg, other in zip(args, in_place, strict=True)))
 
     return call
+
+
+def are_wanted() -> bool:
+    """
+    ## Whether this backward pass is to give gradients to parameters
+
+    `torch.autograd.grad(loss, x)` asks for that of `x` alone.
+    """
+    return torch._C._will_engine_execute_node(get_gradient_edge(TRAINED).node)
 
 
 def guard_parameters(graph: fx.Graph, places: Sequence[Place | None]) -> None:
