@@ -470,3 +470,20 @@ def test_what_cannot_be_cleaned_is_refused():
             clean(plain)
     with pytest.raises(ValueError, match=r"compressed weights.*What to do"):
         clean([Block()])
+
+
+def test_a_tied_weight_is_tied_after_reading(tmp_path):
+    """
+    Breaks where each name gets a parameter of its own: training would go on with two weights.
+    Proves `read`.
+    """
+    model = nn.ModuleDict({"table": nn.Embedding(9, 8), "linear": nn.Linear(8, 8),
+                           "head": nn.Linear(8, 9, bias=False)})
+    model["head"].weight = model["table"].weight
+    fresh = copy.deepcopy(model)
+    compress(model, {"linear": [Quantize(8)]})
+    clean(model)
+    write(model, tmp_path / "tied")
+    read(fresh, tmp_path / "tied")
+    assert fresh["head"].weight is fresh["table"].weight
+    assert torch.equal(fresh["head"].weight, model["table"].weight)

@@ -31,7 +31,7 @@ from zero3 import (
     save,
     wrap,
 )
-from zero3.compression import Prune, Quantize, compress
+from zero3.compression import Prune, Quantize, clean, compress
 from zero3.compression.compress import named_modules
 from zero3.compression.rules import progress
 from zero3.compression.thresholds import kth_keys
@@ -953,6 +953,21 @@ def test_a_compressed_weight_that_another_module_reads_is_kept_until_backward():
     expected = model(x) + model(2 * x)
     with parametrize.cached():
         assert torch.equal(model(x) + model(2 * x), expected)
+
+
+def test_a_pruned_weight_is_not_converted_in_silence():
+    """
+    Its threshold is for numbers of one type. In another one it would prune everything or nothing,
+    and a model would be cleaned so.
+    Proves `PrunedElements.kept`, `Compression.find_thresholds`.
+    """
+    model = nn.Sequential(nn.Linear(8, 8))
+    record = compress(model, {"*": [Prune(0.5)]})
+    model.bfloat16()
+    with pytest.raises(RuntimeError, match=r"Expected: torch\.float32, of which its"):
+        clean(model)
+    record.find_thresholds()
+    assert (model[0].weight == 0).sum() == 32
 
 
 def ending(use):

@@ -365,6 +365,8 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     expect(there == places.keys(), f"read: {path}", "the names of the model",
            f"others, {sorted(there ^ places.keys())}", "build the model as it was before "
            "`compress`; if inputs are rounded, call `compress` with the rules of inputs alone")
+    # A tied weight has several names.
+    params: dict[int, nn.Parameter] = {}
     for name, (place, old) in places.items():
         prefix, _, key = place.rpartition(".")
         module = modules[prefix]
@@ -373,7 +375,8 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
                      if f"{name}.{part}" in tensors}
             _put(module, parts.pop("codes"), Stored(weights[name], **parts))
         elif isinstance(old, nn.Parameter):
-            setattr(module, key, nn.Parameter(tensors[name].to(old.device), old.requires_grad))
+            param = nn.Parameter(tensors[name].to(old.device), old.requires_grad)
+            setattr(module, key, params.setdefault(id(old), param))
         else:
             setattr(module, key, tensors[name].to(old.device))
     for name, number in about["numbers"].items():

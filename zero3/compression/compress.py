@@ -256,6 +256,7 @@ class Compression:
         for group, threshold in zip(groups, found, strict=True):
             for pruned in group:
                 pruned.state[1] = threshold
+                pruned.dtype = pruned.original.dtype
 
 
 # ------------------------------------------------------------------------------------ put in place

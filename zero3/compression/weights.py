@@ -173,6 +173,8 @@ class PrunedElements(Pruned):
         super().__init__(rule, module)
         # Whose elements share its threshold, in the order in which they are numbered.
         self.sharers = [self]
+        # Of the weight, when the threshold was found here.
+        self.dtype: torch.dtype | None = None
 
     def units(self) -> int:
         """
@@ -184,7 +186,13 @@ class PrunedElements(Pruned):
     def kept(self) -> torch.Tensor:
         """
         ### Those above the threshold
+
+        Raises `RuntimeError` if the weight had another data type then, and so other keys.
         """
+        dtype = self.original.dtype
+        expect(self.dtype in (None, dtype), "a pruned weight", f"{self.dtype}, of which its "
+               "threshold was found", dtype, "convert a model before `compress`, or call "
+               "`find_thresholds()` of what `compress` has returned", RuntimeError)
         keys = self.keys(self.original.reshape(-1))
         return (keys > self.threshold).view(self.shape)
 
