@@ -6,6 +6,7 @@ forward, frozen layers, gradient penalties, blocks that one rank leaves by an ex
 """
 
 import copy
+import dataclasses
 import sys
 
 import pytest
@@ -478,6 +479,83 @@ def test_a_forward_may_take_the_gradient_of_its_own_input(frozen):
     expected = [p.grad.view(-1) for p in plain.parameters() if p.grad is not None]
     found = [p.grad for p in model.get_trainable_chunk()]
     torch.testing.assert_close(torch.cat(found), torch.cat(expected))
+
+
+class Context(nn.Module):
+    """Attention of its input to itself, or to another one, as a module tells by identity"""
+
+    def __init__(self):
+        super().__init__()
+        self.line = linear()
+
+    def forward(self, x, context=None):
+        return self.line(x) if context is x else 2 * self.line(x + context)
+
+
+class Pull(nn.Module):
+    """The gradient of an energy, also where gradients are off"""
+
+    def __init__(self):
+        super().__init__()
+        self.line = linear()
+
+    @torch.enable_grad()
+    def forward(self, x):
+        return torch.autograd.grad(self.line(x).square().sum(), x)[0]
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return torch.sparse.mm(x, self.weight)
+
+
+@dataclasses.dataclass
+class Half:
+    """Only one of its fields has a value"""
+
+    x: torch.Tensor
+    y: torch.Tensor = dataclasses.field(init=False)
+
+
+class Fields(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = linear()
+
+    def forward(self, half):
+        return Half(self.line(half.x))
+
+
+def test_inputs_of_all_kinds_reach_the_module_as_they_are():
+    """
+    The same tensor twice is the same one, a tensor keeps its graph where gradients are off, a
+    sparse one has no view, and a field of a dataclass may be empty. Breaks with a view for each
+    argument: a module that asks `context is x` takes another way.
+    Proves I1, `Watch.inputs`, `tensors_in`.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    eye = torch.eye(WIDTH).to_sparse().requires_grad_()
+    for module, call in (
+            (Context(), lambda f: f(x, x)), (Context(), lambda f: f(x, context=x)),
+            (Context(), lambda f: f(x, x.clone())), (Sparse(), lambda f: f(eye)),
+            (Fields(), lambda f: f(Half(x)).x)):
+        plain = copy.deepcopy(module)
+        layer = Zero3Layer(module)
+        found, expected = call(layer), call(plain)
+        torch.testing.assert_close(found, expected)
+        for each in (found, expected):
+            each.sum().backward()
+        torch.testing.assert_close(layer.chunk[0].grad, torch.cat(
+            [p.grad.view(-1) for p in plain.parameters()]))
+    pull = Pull()
+    plain = copy.deepcopy(pull)
+    with torch.no_grad():
+        torch.testing.assert_close(Zero3Layer(pull)(x), plain(x))
 
 
 class Prompted(nn.Module):

@@ -358,6 +358,8 @@ class Zero3Layer(Sharded):
         Unshard again, and prefetch the layer that backward reaches next.
         """
         self.guard.before_backward(call.versions, call.is_elsewhere)
+        # From now on the end of backward frees it, and not the end of a newer graph.
+        self.kept_for = None
         self._settle_at_end_of_backward()
         if self.watch.enter(call):
             self.listener.record(self, "compute")

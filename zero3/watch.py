@@ -94,21 +94,31 @@ class Watch:
 
         Returns the arguments to call the module with.
         """
-        watched = tuple(self._input(call, value) for value in args)
-        named = {name: self._input(call, value) for name, value in kwargs.items()}
+        views: dict[int, object] = {}
+        watched = tuple(self._input(call, value, views) for value in args)
+        named = {name: self._input(call, value, views) for name, value in kwargs.items()}
         return watched, named
 
-    def _input(self, call: Call, value: Any) -> Any:
+    def _input(self, call: Call, value: Any, views: dict[int, object]) -> Any:
         """
         #### Register a hook that runs when the gradient of an input is complete
 
         The module gets a view of the tensor. The view's gradient is complete once *this layer* has
         added its part. The gradient of the tensor itself also waits for all other users of the
         tensor. A tensor inside a container is not replaced, because the container belongs to the
-        caller. For such a tensor the layer stays full until all users have contributed.
+        caller. For such a tensor the layer stays full until all users have contributed, and for
+        a sparse or nested one too.
+
+        * `views` has the views by the `id` of their tensors: the module may ask whether two of its
+          arguments are the same
         """
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+        if id(value) in views:
+            return views[id(value)]
+        came = value
+        if (torch.is_grad_enabled() and isinstance(value, torch.Tensor) and value.requires_grad
+                and value.layout == torch.strided and not value.is_nested):
             value = value.view_as(value)
+        views[id(came)] = value
         for tensor in tensors_in(value):
             if tensor.requires_grad and torch.is_grad_enabled():
                 call.inputs.append((weakref.ref(tensor), tensor._version))
@@ -219,7 +229,7 @@ def tensors_in(value: Any, look_inside: bool = True) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping):
         value = list(value.values())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
+        value = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
     elif look_inside and hasattr(value, "__dict__"):
         look_inside = False
         value = [v for v in vars(value).values() if not isinstance(v, nn.Module)]

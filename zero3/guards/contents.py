@@ -198,7 +198,7 @@ class LayerGuard:
             self.layer.expect(
                 not has_memory or tensor.untyped_storage().data_ptr() not in lent,
                 "puts out freed memory", "a tensor of its own",
-                f"a view of a parameter, {tensor.shape}", "clone it")
+                "a view of a parameter", "clone it")
         if self.layer.is_fetched and not (self.layer.users or recompute):
             for flat in self.layer.flats:
                 flat.close(is_freed=False)
