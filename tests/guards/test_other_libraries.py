@@ -263,7 +263,7 @@ def test_loading_a_state_dict_says_what_to_do(strict):
     """
     Of a layer, a chain, a whole model, a unit, and a module inside. Breaks where `strict=False`
     loads nothing, and says nothing.
-    Proves `LayerGuard._refuse_state_dicts`.
+    Proves `LayerGuard._refuse_on_modules`.
     """
     weights = nn.Linear(4, 4).state_dict()
     for model in (Zero3Layer(nn.Linear(4, 4)), Zero3Layer(nn.Linear(4, 4)).module, chain(), whole(),
@@ -276,6 +276,23 @@ def test_loading_a_state_dict_says_what_to_do(strict):
     plain = wrap(plain, nn.Linear).destroy()
     plain.load_state_dict({f"0.{name}": t for name, t in weights.items()})
     assert torch.equal(plain[0].weight, weights["weight"])
+
+
+def test_freezing_a_part_says_what_to_do():
+    """
+    The parameters of a module inside a layer are shards elsewhere. Breaks where `requires_grad_`
+    finds none, and says nothing: then the part trains on. A layer or a model is frozen as a whole.
+    Proves `LayerGuard._refuse_on_modules`, `Zero3Model.destroy`.
+    """
+    for model in (chain(), whole()):
+        inside = [m for m in model.modules() if type(m) is nn.Linear]
+        for part in inside:
+            said = message(lambda m=part: m.requires_grad_(False))
+            assert "cannot freeze a module inside" in said
+        model.requires_grad_(False)
+        assert not any(p.requires_grad for p in model.parameters())
+    plain = model.destroy()
+    assert not any(p.requires_grad for p in plain.requires_grad_(False).parameters())
 
 
 def test_copies_and_pickles_say_what_to_do():

@@ -63,7 +63,7 @@ class LayerGuard:
         self.hidden = [(owner, own) for owner, own in params.items() if own]
         self.depth = 0  # of the `with` blocks that show the parameters now
         self.known = Known([layer, *params])
-        self.refusals = self._refuse_state_dicts(list(params))
+        self.refusals = self._refuse_on_modules(list(params))
 
     def check(self) -> None:
         """
@@ -267,12 +267,13 @@ class LayerGuard:
                 "model.get_trainable_chunk(): p.clamp_(...)` under `torch.no_grad()`), or in `with "
                 "model.full_params(writeback=True)`")
 
-    def _refuse_state_dicts(self, owners: list[nn.Module]) -> list[RemovableHandle]:
+    def _refuse_on_modules(self, owners: list[nn.Module]) -> list[RemovableHandle]:
         """
-        #### Refuse to read and to write the state dicts of the modules
+        #### Refuse to read and to write the state dicts of the modules, and to freeze one
 
         `state_dict()` would return shards, or nothing. `load_state_dict(strict=False)` would load
-        nothing, and say nothing. Returns the handles of the hooks.
+        nothing, and `requires_grad_(False)` freeze nothing, and say nothing. Returns the handles of
+        the hooks.
         """
         def refuse_to_save(*_: object) -> None:
             self.layer.expect(
@@ -286,6 +287,15 @@ class LayerGuard:
                 "model.full_params(writeback=True) as params:`; or pass its file to `wrap(..., "
                 "checkpoint=)`; a checkpoint of `zero3.save` is read by `zero3.load`")
 
+        def refuse_to_freeze(*_: object, **__: object) -> None:
+            self.layer.expect(
+                False, "cannot freeze a module inside of it", "`requires_grad_` of "
+                "all that is sharded together", "that of a part, whose parameters are elsewhere",
+                "call it on the sharded layer or the model; or freeze the part before wrapping")
+
+        if self.layer.flats:
+            for owner in owners:
+                vars(owner)["requires_grad_"] = refuse_to_freeze
         return [*(owner.register_state_dict_pre_hook(refuse_to_save) for owner in owners),
                 *(owner.register_load_state_dict_pre_hook(refuse_to_load) for owner in owners)]
 

@@ -333,6 +333,7 @@ class Zero3Model(StandIn, ShardedModel):
                 refusal.remove()
         plain = self.module.module
         for m in [*plain.modules()]:
+            vars(m).pop("requires_grad_", None)
             for name in self.layout.get(m, ()):
                 m._parameters[name] = vars(m).pop(name)
             for name, child in m._modules.items():
