@@ -48,7 +48,7 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 940, "beside": 425, "checkpoint": 1236, "comm": 958, "compiler": 883, "compression":
+MOST = {"": 946, "beside": 425, "checkpoint": 1236, "comm": 958, "compiler": 883, "compression":
         781, "estimate": 654, "guards": 561, "inject": 709, "offload": 910, "optimizer": 1119,
         "pipeline": 753, "train": 893, "whole_model": 845}
 # What the heart reaches by its imports, in lines of code.

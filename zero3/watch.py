@@ -57,8 +57,10 @@ class Call:
 
     versions: tuple[int, ...]  # how often each shard had been written to
     is_elsewhere: bool  # whether it was inside `full_params`
-    # Tensors that came in and need a gradient, and how often each had been written to.
-    inputs: list[tuple[weakref.ref[torch.Tensor], int]] = dataclasses.field(default_factory=list)
+    # Tensors that came in and need a gradient, how often each had been written to, and during the
+    # forward pass, what has computed the tensor that it is a view of.
+    inputs: list[tuple[weakref.ref[torch.Tensor], int, Any]] = dataclasses.field(
+        default_factory=list)
     outputs: int = 0  # tensors that went out and need a gradient
 
 
@@ -119,9 +121,10 @@ class Watch:
                 and value.layout == torch.strided and not value.is_nested):
             value = value.view_as(value)
         views[id(came)] = value
+        node = None if value is came else came.grad_fn
         for tensor in tensors_in(value):
             if tensor.requires_grad and torch.is_grad_enabled():
-                call.inputs.append((weakref.ref(tensor), tensor._version))
+                call.inputs.append((weakref.ref(tensor), tensor._version, node))
                 if tensor.is_leaf:
                     # It may outlive the graph, and would collect the hooks of all passes.
                     handle = tensor.register_hook(partial(self._arrives, weakref.ref(call)))
@@ -149,9 +152,15 @@ class Watch:
         Without an announcement autograd would reach freed parameters. A leaf, and an input that
         the layer hands on unchanged, were not computed here and announce nothing.
         """
+        for i, (came_in, version, node) in enumerate(call.inputs):
+            view = came_in()
+            if node is not None and view is not None and view._version != version:
+                # As by `nn.ReLU(inplace=True)`: the hook went with what the view was before.
+                node.register_prehook(partial(self._arrives, lambda: call))
+            call.inputs[i] = (came_in, version, None)
         for tensor in tensors:
             handed_on = any(came_in() is tensor and tensor._version == version
-                            for came_in, version in call.inputs)
+                            for came_in, version, _ in call.inputs)
             is_computed = tensor.requires_grad and not tensor.is_leaf and not handed_on
             if is_computed and torch.is_grad_enabled():
                 call.outputs += 1
