@@ -60,7 +60,8 @@ gathered on demand; other methods of the model that use parameters of the root r
 that is called twice stays full in backward from one call to the other. If a module has an attribute
 that units have themselves, `layer_idx` for instance, read it from `unit.module`. `isinstance` says
 of a unit what it says of its module, `type` does not; and `isinstance(unit, Iterable)` is true for
-all units. A write through `.data` of a persistent unit's shard is seen only after the next step, or
+all units. So a sum over `modules()` that asks `isinstance` counts each layer twice, and
+`output_hidden_states` of Hugging Face lists it twice; ask `type(m) is Block`. A write through `.data` of a persistent unit's shard is seen only after the next step, or
 after `release_all()`.
 """
 
