@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -621,16 +622,56 @@ def elementwise():
 
 def test_the_fused_loop_is_taken_where_there_is_one_unless_another_is_asked_for():
     """
-    Breaks where an optimizer without one gets the argument, or a choice is overruled.
-    Proves `Zero3Optimizer.__init__`.
+    Breaks where an optimizer without one gets the argument, or a choice is overruled, also one in a
+    `partial`.
+    Proves `Zero3Optimizer.__init__`, `Zero3Optimizer._choose_fused`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
     for optimizer_class, options, fused in (
-        (torch.optim.AdamW, {}, True), (torch.optim.SGD, {}, True), (torch.optim.RMSprop, {}, None),
+        (torch.optim.AdamW, {}, True), (torch.optim.SGD, {}, None), (torch.optim.RMSprop, {}, None),
         (torch.optim.AdamW, {"foreach": True}, None), (torch.optim.AdamW, {"fused": False}, False),
+        (torch.optim.SGD, {"fused": True}, True), (partial(torch.optim.AdamW, lr=0.1), {}, True),
+        (partial(torch.optim.AdamW, foreach=True), {}, None),
+        (partial(torch.optim.AdamW, fused=False), {}, False),
     ):
         optimizer = Zero3Optimizer(layer, optimizer_class, **options)
         assert optimizer.param_groups[0].get("fused") == fused
+
+
+class OwnSGD(torch.optim.SGD):
+    """A class of the user's"""
+
+
+@pytest.mark.parametrize("make, options", [
+    (torch.optim.SGD, {}), (torch.optim.SGD, {"group_by": lambda name, p: {"momentum": 0.5}}),
+    (partial(torch.optim.SGD, momentum=0.5), {}), (OwnSGD, {"momentum": 0.5}),
+])
+def test_momentum_may_come_from_a_scheduler_a_group_a_partial_or_a_subclass(make, options):
+    """
+    The bias gets its first gradient in the third step, and has no momentum yet. torch's fused SGD
+    raises an error there, while other ranks wait. Breaks if we choose the fused loop for any SGD.
+    Proves I1, `Zero3Optimizer._choose_fused`.
+    """
+    class Late(nn.Linear):
+        def forward(self, x, bias):
+            return F.linear(x, self.weight, self.bias if bias else None)
+
+    plain = Late(2, 2)
+    layer = Zero3Layer(copy.deepcopy(plain))
+    pairs = []
+    for module, optimizer in ((plain, torch.optim.SGD(plain.parameters(), lr=0.1)),
+                              (layer, Zero3Optimizer(layer, make, lr=0.1, **options))):
+        # It sets the momentum of each group, too.
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+        pairs.append((module, optimizer, scheduler))
+    for step in range(4):
+        for module, optimizer, scheduler in pairs:
+            module(torch.ones(1, 2), step > 1).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    flat = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    assert torch.equal(layer.get_trainable_chunk()[0].detach(), flat)
 
 
 def test_any_elementwise_optimizer_does_to_shards_what_it_does_to_parameters():

@@ -77,6 +77,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -138,8 +139,8 @@ class Zero3Optimizer(Stepper):
           `Zero3Layer`s
         * `optimizer_class` is an optimizer of `torch.optim`, or one like them that keeps everything
           about a parameter in that parameter's state. `kwargs` are its arguments. `fused=True` is
-          added if the optimizer knows it and all parameters are real; not to SGD with momentum, and
-          not beside `foreach` or `differentiable`
+          added if the optimizer knows it and all parameters are real; not to SGD, and not beside
+          `foreach` or `differentiable`
         * `group_by` gets the name and the parameter, which has a shape but no values, and returns
           the options that differ for it: `lambda name, p: {"weight_decay": 0.1 * (p.ndim > 1)}`
           decays matrices only. A tied weight comes once, by its name in the layer that shards it.
@@ -353,11 +354,14 @@ class Zero3Optimizer(Stepper):
         #### Take torch's fused implementation, unless the caller has chosen one
         """
         available = "fused" in inspect.signature(optimizer_class).parameters
-        has_chosen = not kwargs.keys().isdisjoint({"fused", "foreach", "differentiable"})
-        # torch's fused SGD refuses a parameter that has no momentum yet beside others that have.
-        waits = optimizer_class is torch.optim.SGD and kwargs.get("momentum")
+        # The caller's options may be in a `partial` of the class.
+        made = partial(optimizer_class, **kwargs)
+        has_chosen = not made.keywords.keys().isdisjoint({"fused", "foreach", "differentiable"})
+        # torch's fused SGD refuses a parameter that has no momentum yet beside others that have. A
+        # scheduler or a param group may bring momentum later.
+        is_sgd = isinstance(made.func, type) and issubclass(made.func, torch.optim.SGD)
         is_real = not any(states.shard.dtype.is_complex for states in self.shard_states)
-        if available and is_real and not has_chosen and not waits:
+        if available and is_real and not has_chosen and not is_sgd:
             kwargs["fused"] = True
 
     def _place_states(self, optimizer_class: Callable[..., torch.optim.Optimizer],
