@@ -925,6 +925,23 @@ def test_a_state_does_not_decide_whether_to_scale():
         assert optimizer.loss_scale == after and optimizer.step() == pytest.approx(6**0.5)
 
 
+def test_gradients_that_wait_while_another_scale_is_loaded_are_refused():
+    """
+    With the same scale they are stepped. Breaks where they are divided by a scale that they do not
+    have.
+    Proves `Zero3Optimizer.load_state_dict`, `Zero3Optimizer._check_ready`.
+    """
+    layer = Zero3Layer(nn.Linear(2, 2))
+    optimizer = Zero3Optimizer(layer, loss_scale="dynamic")
+    state = copy.deepcopy(optimizer.state_dict())
+    for scale, refused in ((65536.0, False), (1024.0, True)):
+        optimizer.backward(layer(torch.ones(1, 2)).sum())
+        optimizer.load_state_dict({**state, "loss_scale": scale})
+        with pytest.raises(RuntimeError, match="a loss times 1024") if refused else nullcontext():
+            assert optimizer.step() == pytest.approx(6**0.5)
+        optimizer.zero_grad()
+
+
 def loads_scales(folder):
     """The scales of dynamic runs with the floor 16, from what a fixed scale and none have saved"""
     found = []

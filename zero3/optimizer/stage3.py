@@ -939,7 +939,10 @@ class Zero3Optimizer(Stepper):
         if self.dynamic and loss_scale is not None:
             # This run has chosen whether to scale. An earlier version has saved 1 in a run without
             # a scale.
-            self.loss_scale = max(loss_scale, self.scale_floor)
+            scale = max(loss_scale, self.scale_floor)
+            # Gradients that wait for a step have the old scale. The step refuses them.
+            self.has_scaled = self.has_scaled and scale == self.loss_scale
+            self.loss_scale = scale
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """
