@@ -332,6 +332,18 @@ def test_what_a_class_looks_at_is_found_out():
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_building_an_optimizer_draws_no_random_numbers_of_the_program():
+    """
+    Also if a step of its class draws some, as one of SGD with noise does. Breaks where a trial step
+    takes them, because the program would then go on with other data or another dropout.
+    Proves `first_state`, `seeded`.
+    """
+    layer = Zero3Layer(nn.Linear(2, 2))
+    state = torch.get_rng_state()
+    Zero3Optimizer(layer, Noisy)
+    assert torch.equal(state, torch.get_rng_state())
+
+
 def muon_of(grad):
     """What Muon subtracts for a gradient, at a learning rate of one"""
     param = nn.Parameter(torch.zeros_like(grad))

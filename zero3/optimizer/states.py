@@ -704,6 +704,24 @@ def first_state(optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, A
     """
     param = nn.Parameter(two)
     param.grad = torch.zeros_like(two)
-    optimizer = optimizer_class([{**group, "params": [param]}], **kwargs)
-    optimizer.step()
+    # A class may draw random numbers.
+    with seeded(two.device, 0):
+        optimizer = optimizer_class([{**group, "params": [param]}], **kwargs)
+        optimizer.step()
     return optimizer.state[param]
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """
+    ## Seed the random numbers of the CPU and of a device, and restore them afterwards
+    """
+    # `torch.manual_seed` would change those of every GPU, and a bare `fork_rng` open each GPU.
+    gpu = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(gpu, device_type=device.type if gpu else "cuda"):
+        torch.default_generator.manual_seed(seed)
+        for each in gpu:
+            backend = torch.get_device_module(each)
+            with backend.device(each):
+                backend.manual_seed(seed)
+        yield

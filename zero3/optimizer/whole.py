@@ -59,7 +59,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
@@ -75,7 +74,7 @@ from zero3.comm.links import ranks_of_parts
 from zero3.comm.order import Group, Listener
 from zero3.comm.parts import inside, length, part_of
 from zero3.guards.options import Named, expect
-from zero3.optimizer.states import Member, ShardStates, is_whole
+from zero3.optimizer.states import Member, ShardStates, is_whole, seeded
 
 Maker = Callable[..., torch.optim.Optimizer]
 Options = dict[str, object]
@@ -567,22 +566,6 @@ def _tried(make: Maker,
                 optimizer.step()
     return torch.cat([(param.detach() - value).flatten()
                       for param, value in zip(every, chain(*values), strict=True)])
-
-
-@contextmanager
-def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """
-    ## Seed the random numbers of the CPU and of a device, and restore them afterwards
-    """
-    # `torch.manual_seed` would change those of every GPU, and a bare `fork_rng` open each GPU.
-    gpu = [device] if device.type != "cpu" else []
-    with torch.random.fork_rng(gpu, device_type=device.type if gpu else "cuda"):
-        torch.default_generator.manual_seed(seed)
-        for each in gpu:
-            backend = torch.get_device_module(each)
-            with backend.device(each):
-                backend.manual_seed(seed)
-        yield
 
 
 class Matrices:

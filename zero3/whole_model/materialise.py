@@ -57,7 +57,7 @@ from zero3.flat import own_modules
 from zero3.guards.command_line import one_line
 from zero3.guards.options import Named
 from zero3.offload.tensors import INDEX, save_tensors, write_index
-from zero3.optimizer.whole import seeded
+from zero3.optimizer.states import seeded
 from zero3.sharded import ShardedModel
 
 
