@@ -1219,6 +1219,24 @@ def test_zero_grad_also_drops_what_no_sync_held_back():
     assert optimizer.step() == pytest.approx(6**0.5)
 
 
+def test_zero_grad_forgets_that_a_loss_was_scaled():
+    """
+    A batch is dropped, and the next one goes through `loss.backward()`. Breaks where the step
+    divides its gradients by the scale of the dropped one, which nobody would notice.
+    Proves `Zero3Optimizer.zero_grad`, `Zero3Optimizer._check_ready`.
+    """
+    layer = Zero3Layer(nn.Linear(2, 2))
+    optimizer = Zero3Optimizer(layer, loss_scale=1024.0)
+    optimizer.backward(layer(torch.ones(1, 2)).sum())
+    optimizer.zero_grad()
+    layer(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"a loss times 1024.*which has no scale"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.backward(layer(torch.ones(1, 2)).sum())
+    assert optimizer.step() == pytest.approx(6**0.5)
+
+
 @pytest.mark.parametrize("loss_scale, after", [(None, 1.0), (8.0, 8.0), ("dynamic", 131072.0)])
 def test_only_a_dynamic_scale_grows(loss_scale, after):
     """

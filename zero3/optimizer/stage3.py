@@ -177,7 +177,7 @@ class Zero3Optimizer(Stepper):
         self.loss_scale: Any = loss_scale if self.scaled else 1.0
         if self.dynamic:
             self.loss_scale = max(_FIRST_SCALE, scale_floor)
-        # Whether `backward` was called since the last step.
+        # Whether `backward` was called since the last step or `zero_grad()`.
         self.has_scaled = False
         self.good_steps = 0
         self.skipped_steps = 0
@@ -834,6 +834,7 @@ class Zero3Optimizer(Stepper):
             layer.drop_full_grads()
         for states in self.shard_states:
             states.drop_grad(set_to_none)
+        self.has_scaled = False
 
     # -------------------------------------------------------------------------------- bookkeeping
 
