@@ -895,6 +895,22 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
     assert one.param_groups[0]["lr"] == 2
 
 
+def test_a_state_of_as_many_elements_in_more_or_fewer_parameters_is_refused():
+    """
+    One weight of six elements, or a weight and a bias. Breaks where pieces are cut before all
+    numbers are compared.
+    Proves `Zero3Optimizer.load_state_dict`.
+    """
+    one, two = (Zero3Optimizer(Zero3Layer(each))
+                for each in (nn.Linear(6, 1, bias=False), nn.Linear(2, 2)))
+    for mine, theirs, expected, got in ((one, two, 1, 2), (two, one, 2, 1)):
+        before = copy.deepcopy(mine.state_dict())
+        with pytest.raises(RuntimeError, match=rf"shards of \[{expected}\] para.*Got: \[{got}\]"):
+            mine.load_state_dict(theirs.state_dict())
+        assert mine.state_dict()["cuts"] == before["cuts"]
+        assert torch.equal(mine.state_dict()["masters"][0], before["masters"][0])
+
+
 def test_a_state_with_more_or_fewer_param_groups_is_refused():
     """
     Also if it has as many as are stepped element by element: the matrix is stepped whole by SGD in

@@ -893,10 +893,10 @@ class Zero3Optimizer(Stepper):
         """
         ### Load masters, moments, param groups and loss scale
 
-        Raises `RuntimeError` if it is of another rank, if the shards have other sizes, if another
-        `fraction` has cut them, or if there are more or fewer param groups; then nothing has
-        changed. Raises torch's `ValueError` if the param groups have other parameters; then load
-        another state, because moments may be gone.
+        Raises `RuntimeError` if it is of another rank, if the shards have other sizes or other
+        numbers of parameters, if another `fraction` has cut them, or if there are more or fewer
+        param groups; then nothing has changed. Raises torch's `ValueError` if the param groups have
+        other parameters; then load another state, because moments may be gone.
         """
         self.expect("masters" in state_dict, "cannot load this state", "one that `state_dict` of a "
                     "Zero3Optimizer has returned", f"one of {sorted(map(str, state_dict))}",
@@ -917,6 +917,10 @@ class Zero3Optimizer(Stepper):
         self.expect(parts == self._parts, "cannot load this state", f"shards in parts of "
                     f"{self._parts} elements", parts, "build the optimizer with the same "
                     "`fraction`, or use `zero3.save` and `zero3.load`")
+        members = [len(states.params) for states in self.shard_states]
+        cuts = [len(keys) for keys in state_dict["cuts"]]
+        self.expect(cuts == members, "cannot load this state", f"shards of {members} parameters",
+                    cuts, "load it into the same model")
         groups = state_dict["param_groups"]
         self.expect(len(groups) == len(self.param_groups), "cannot load this state",
                     f"{len(self.param_groups)} param groups", f"{len(groups)}",
