@@ -913,6 +913,35 @@ def test_a_graph_that_is_dropped_frees_its_memory_and_its_files(tmp_path):
         gc.enable()
 
 
+class Gated(nn.Module):
+    """Saves a small result of sigmoid besides what `Block` saves"""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.gate = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.block(x) * self.gate(x).sigmoid()
+
+
+def test_a_graph_that_is_dropped_frees_the_results_that_stay(tmp_path):
+    """
+    Autograd saves the result of sigmoid, and the result refers to the graph. Breaks if its handle
+    refers to it too: no collector sees this cycle, and memory and files are lost in each forward.
+    Proves `Forward.pack`, `Handle`.
+    """
+    model = chain(to_files(tmp_path, below_bytes=ONE), make=Gated)
+    files = model.module_list[0].saving.activations.to
+    y = model(batch())
+    assert len(order.visits) == 5
+    del y
+    gc.collect()
+    assert not order.visits and not order.known
+    # Four calls left, and their files wait for the next ones.
+    assert len(files.in_use["activations"].idle) == 4
+
+
 class Writes(nn.Module):
     def __init__(self):
         super().__init__()

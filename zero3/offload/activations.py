@@ -171,7 +171,9 @@ class Forward:
         ### Autograd saves a tensor: give it a handle instead
         """
         if self._stays(tensor):
-            return Handle(self.layer.label, tensor, tensor._version, tensor.size())
+            # A result refers to its graph. If the graph referred to it, nothing would free the two.
+            kept = tensor if tensor.is_leaf else tensor.detach()
+            return Handle(self.layer.label, kept, tensor._version, tensor.size())
         visit = self._visit()
         stored = order.known.get(_storage_of(tensor))
         # Once it has left, its values may change: torch counts the writes of some views apart.
@@ -228,8 +230,8 @@ class Handle(NamedTuple):
     """
 
     label: str  # of the layer
-    # The tensor, if it stays. Else an empty one of the same data type, with the same count of
-    # writes.
+    # The tensor without its graph, if it stays. Else an empty one of the same data type. Both have
+    # the tensor's count of writes.
     writes: torch.Tensor
     version: int  # that count when the tensor was saved
     size: torch.Size
