@@ -321,8 +321,11 @@ def _to_send(tensor: torch.Tensor) -> torch.Tensor:
     """
     #### A tensor's elements in a row, in memory that nobody writes to
 
-    The next micro-batch may change a buffer of the module before this message has left.
+    The next micro-batch may change a buffer of the module before this message has left. The module
+    may also have written a result to such a buffer: the result has a gradient, and counts the
+    write. A result that nobody has written to has memory of its own, and is sent without a copy.
     """
     found = tensor.detach().resolve_conj().resolve_neg().contiguous()
     is_same = found.data_ptr() == tensor.data_ptr()
-    return found.clone() if is_same and tensor.grad_fn is None else found
+    is_written = tensor.grad_fn is None or tensor._version > 0
+    return found.clone() if is_same and is_written else found
