@@ -695,6 +695,23 @@ def complex_parameters():
     return difference(plain, model)
 
 
+def conjugated_buffer():
+    """A conjugated buffer with this rank's number, after wrapping"""
+    module = nn.Linear(2, 2)
+    module.register_buffer("waves", torch.full((2,), complex(1, 1 + dist.get_rank())).conj())
+    return Zero3Layer(module).module.waves.resolve_conj()
+
+
+def test_a_conjugated_buffer_gets_the_values_of_the_first_rank():
+    """
+    torch sets a bit and conjugates when it reads. Breaks if bytes are taken from such a tensor,
+    which torch refuses, or if the other ranks receive them in a copy.
+    Proves `Communicator.broadcast`, `bytes_of`.
+    """
+    for waves in run(conjugated_buffer, 2):
+        assert waves.tolist() == [1 - 1j] * 2
+
+
 def test_complex_parameters_are_stepped_as_plain_pytorch_steps_them():
     """
     With the arguments that are left out. Breaks where `fused=True` is added, which torch refuses.

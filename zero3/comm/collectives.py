@@ -511,7 +511,8 @@ class Communicator(Peers):
                     continue
                 whole = tensor.detach()
                 if tensor.layout == torch.strided:
-                    whole = whole.contiguous()
+                    # Here, because `bytes_of` would receive into a copy of a conjugated tensor.
+                    whole = whole.resolve_conj().contiguous()
                     group.together("values", dist.broadcast, bytes_of(whole), group_src=source)
                 else:
                     # A sparse tensor's number of elements may differ between ranks.
@@ -773,10 +774,10 @@ def as_receive_buffer(buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """
-    #### The bytes of a tensor, `(nbytes,)`: its own memory, if it is contiguous
+    #### The bytes of a tensor, `(nbytes,)`: its own memory, if it is contiguous, not conjugated
 
     gloo's collectives do not know every data type, but they know bytes. The stride is written out,
     because torch also calls a tensor of one element contiguous whose stride is 0.
     """
-    flat = tensor.detach().contiguous()
+    flat = tensor.detach().resolve_conj().contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
