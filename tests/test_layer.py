@@ -294,6 +294,33 @@ def test_ranks_with_different_modules_are_told_so(what):
         assert ("ModuleDict" if what == "order" else "Linear") in text
 
 
+def differ_in_a_buffer(what):
+    rank = dist.get_rank()
+    module = nn.Sequential(linear(), linear())
+    kept = {"shape": torch.ones(8 - 4 * rank),
+            "type": torch.ones(4, dtype=(torch.float32, torch.int32)[rank]),
+            "none": None if rank else torch.ones(4),
+            "missing": torch.ones(4)}
+    if what != "missing" or rank == 0:
+        module[1].register_buffer("seen", kept[what])
+    with pytest.raises(RuntimeError) as caught:
+        Zero3Layer(module)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["shape", "type", "none", "missing"])
+def test_ranks_with_different_buffers_are_told_so(what):
+    """
+    Breaks if ranks compare parameters alone: rank 0 would send eight numbers into four, or the
+    bytes of floats into integers, and a rank without the buffer would never receive them.
+    Proves `Communicator.open`, `check_params`, `compare_params`.
+    """
+    for rank, text in enumerate(run(differ_in_a_buffer, 2, what)):
+        assert f"rank {rank}: Sequential differs between ranks" in text
+        assert "the same buffer 0 on all ranks" in text and "'1.seen'" in text
+        assert "on rank 0, and" in text and "build the same module" in text
+
+
 def diverge(where):
     model = three()
     x = torch.ones(ROWS, WIDTH)

@@ -122,14 +122,15 @@ class Zero3Layer(Sharded):
 
         guards.check_module(self, module)
         params = find_params(module)
-        self.device = self.comm.open(self, params, device, dtype)
+        buffers = {prefix + name: buffer for prefix, child in own_modules(module)
+                   for name, buffer in child._buffers.items()}
+        self.device = self.comm.open(self, params, buffers, device, dtype)
         # The shards, one for each flat parameter. labml calls them chunks.
         self.chunk = nn.ParameterList()
         for group in alike(params):
             self._shard(group)
         hidden = hide_params(child for _, child in own_modules(module))
-        for child in hidden:
-            self.comm.broadcast(child._buffers.values())
+        self.comm.broadcast(buffers.values())
         self.guard = guards.guard_of(self, hidden)
 
     # -------------------------------------------------------------------------------------- shard

@@ -436,14 +436,15 @@ class Communicator(Peers):
 
     def open(self, sender: Sender,
              params: dict[nn.Parameter, tuple[str, ...]],
+             buffers: dict[str, torch.Tensor | None],
              device: torch.device | str | None,
              dtype: torch.dtype | None) -> torch.device:
         """
-        ### Check the parameters of a layer, and compare them between ranks
+        ### Check the parameters of a layer, and compare them and its buffers between ranks
 
         Returns the device. Ranks whose parameters differ in order or shape would gather noise.
         """
-        at, self.met = guards.check_params(self, sender.label, params, device, dtype)
+        at, self.met = guards.check_params(self, sender.label, params, buffers, device, dtype)
         self.use(at)
         return at
 

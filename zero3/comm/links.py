@@ -212,6 +212,7 @@ class LinkedCommunicator(Communicator):
 
     def open(self, sender: Sender,
              params: dict[nn.Parameter, tuple[str, ...]],
+             buffers: dict[str, torch.Tensor | None],
              device: torch.device | str | None,
              dtype: torch.dtype | None) -> torch.device:
         """
@@ -231,7 +232,7 @@ class LinkedCommunicator(Communicator):
                 f"rank {self.global_rank}: the mesh says that ranks {[*self.group.ranks]} are on "
                 "one node. torchrun says that they are on several (`LOCAL_WORLD_SIZE`). Then what "
                 "is sent inside a node crosses the slow link.", stacklevel=4)
-        return super().open(sender, params, device, dtype)
+        return super().open(sender, params, buffers, device, dtype)
 
     # -------------------------------------------------------------------------------------- gather
 

@@ -1,5 +1,5 @@
 r"""
-# Placement: the same parameters on every rank, on the right device
+# Placement: the same parameters and buffers on every rank, on the right device
 
 `check_params` looks at a layer before it is sharded, and `check_fresh` at the gradients and the
 memory of its parameters.
@@ -15,6 +15,8 @@ All sizes agree, so both ranks would compute with halves of two weights. So the 
 shapes and data types once:
 
 $$\text{parameters of rank } 0 = \text{parameters of rank } 1 = \ldots$$
+
+They compare buffers too, because rank 0 sends its values into those of the other ranks.
 
 Two whole models may agree in all of these, and be built in another order on rank 1. So the first
 rank draws a number while the ranks compare, and announcements of gathers, reduces and norms
@@ -39,18 +41,20 @@ from zero3.guards.guarded import Sharers, own_modules
 from zero3.guards.options import Named, expect, same
 
 Params = dict[nn.Parameter, tuple[str, ...]]
+Buffers = dict[str, torch.Tensor | None]
 
 
 def check_params(comm: Sharers,
                  who: str,
                  params: Params,
+                 buffers: Buffers,
                  device: torch.device | str | None,
                  dtype: torch.dtype | None) -> tuple[torch.device, int]:
     """
-    ## Check the parameters of a layer, and compare them between ranks
+    ## Check the parameters of a layer, and compare them and its buffers between ranks
 
     * `comm` is the layer's communicator, and `who` its name for errors
-    * `params` are its parameters, with their names
+    * `params` are its parameters, with their names, and `buffers` its buffers by their names
     * `device` and `dtype` are those that they must have, if given
 
     All ranks must call it. Returns the device that the parameters are on, and a number below 2 to
@@ -75,7 +79,7 @@ def check_params(comm: Sharers,
                f"a process group for {at.type}", f"one for {backends}",
                "move the module to a device of that group, or call `init_process_group` without a "
                "backend", RuntimeError)
-    return at, compare_params(comm, who, params)
+    return at, compare_params(comm, who, params, buffers)
 
 
 def check_fresh(owner: Named, module: nn.Module) -> None:
@@ -135,12 +139,15 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def compare_params(comm: Sharers,
                    who: str,
-                   params: Params) -> int:
+                   params: Params,
+                   buffers: Buffers) -> int:
     """
-    ## Make sure that all ranks shard the same parameters in the same order
+    ## Make sure that all ranks have the same parameters and buffers in the same order
     """
     told = {f"parameter {i}": (names, tuple(p.shape), p.dtype, p.requires_grad)
-            for i, (p, names) in enumerate(params.items())}
+            for i, (p, names) in enumerate(params.items())} | {
+            f"buffer {i}": (name, None if b is None else (tuple(b.shape), b.dtype, b.layout))
+            for i, (name, b) in enumerate(buffers.items())}
     how = "as it is" if comm.links is None else comm.links.told
     # Not from torch's or Python's random numbers, which are the user's.
     every = comm.gather(({"`Links`": how, **told}, secrets.randbits(31)))
