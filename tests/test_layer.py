@@ -224,6 +224,46 @@ def test_parameters_with_the_memory_of_others_are_refused():
         torch.testing.assert_close(Zero3Layer(fine)(torch.ones(1, WIDTH)), expected)
 
 
+class Cached(nn.Module):
+    """An embedding, and an attribute with the memory of its weights."""
+
+    def __init__(self, alias):
+        super().__init__()
+        self.emb = nn.Embedding(5, WIDTH)
+        self.table = alias(self.emb.weight)
+
+    def forward(self, x):
+        return self.emb(x) @ self.table.t()
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm")
+def test_an_attribute_with_the_memory_of_a_parameter_is_refused():
+    """
+    Breaks if only parameters and buffers are looked at: the attribute would keep the weights from
+    before wrapping, and the loss would differ a little from the first step on. The parameter under
+    a second name, a copy, and what `spectral_norm` replaces before each forward are fine. So are
+    two attributes with one memory, and one that has a gradient.
+    Proves `check_fresh`.
+    """
+    for alias in (lambda p: p.data, lambda p: p.t(), lambda p: p.detach()[1:]):
+        for make, who in ((Zero3Layer, "Cached"), (lambda m: wrap(m, nn.Embedding), "the model")):
+            text = message(lambda make=make, alias=alias: make(Cached(alias)))
+            assert f"rank 0: {who} cannot shard `emb.weight`" in text
+            assert "Got: that of `table`" in text and "use the parameter itself" in text
+    busy = linear()
+    busy.noise = torch.ones(2, requires_grad=True)
+    busy.noise.sum().backward()
+    hidden = linear()(torch.ones(2, WIDTH))
+    busy.first, busy.second = hidden, hidden[:1]
+    for fine, x in ((Cached(lambda p: p), torch.arange(5)),
+                    (Cached(lambda p: p.detach().clone()), torch.arange(5)),
+                    (nn.utils.spectral_norm(linear()).eval(), torch.ones(2, WIDTH)),
+                    (busy, torch.ones(2, WIDTH))):
+        expected = fine(x)
+        # Not the same bits, because weights in a merged buffer begin at other addresses.
+        torch.testing.assert_close(Zero3Layer(fine)(x), expected)
+
+
 def test_a_layer_that_was_converted_after_wrapping_is_refused():
     """
     Its shard is of another data type than the buffer that the ranks gather into. Breaks where the

@@ -25,7 +25,8 @@ contain it (see `collectives.py`).
 **Run this**: `python -m docs.mutations no-comparison` shows what happens without the comparison.
 
 **Not covered, and what that costs**: two ranks that share one accelerator; NCCL reports these.
-Parameters of one memory in two layers of a chain: each trains on its own.
+Parameters of one memory in two layers of a chain: each trains on its own. A tensor with a
+parameter's memory in a list or a closure: it keeps the old values.
 """
 
 from __future__ import annotations
@@ -84,18 +85,24 @@ def check_params(comm: Sharers,
 
 def check_fresh(owner: Named, module: nn.Module) -> None:
     """
-    ## Refuse a parameter that has a gradient, or that shares memory with another one or a buffer
+    ## Refuse a parameter that has a gradient, or that shares memory with another tensor
 
-    No `zero_grad` would drop the gradient, and parameters that share memory would train apart. Two
+    No `zero_grad` would drop the gradient, and parameters that share memory would train apart. A
+    buffer or an attribute, `self.table = self.emb.weight.data`, would keep the old values. Two
     names of one parameter are fine. Raises `RuntimeError`.
     """
     stored: dict[tuple[int, int], dict[torch.Tensor, str]] = {}
     for prefix, child in own_modules(module):
-        for name, t in (*child._parameters.items(), *child._buffers.items()):
+        # `nn.utils.spectral_norm` keeps such an attribute, and replaces it before each forward.
+        renewed = {getattr(hook, "name", None) for hook in child._forward_pre_hooks.values()}
+        kept = {name: t for name, t in vars(child).items()
+                if type(t) is torch.Tensor and name not in renewed}
+        for name, t in (*child._parameters.items(), *child._buffers.items(), *kept.items()):
             if t is None or type(t) not in (nn.Parameter, torch.Tensor) or t.is_meta:
                 continue
-            owner.expect(not t.is_leaf or t.grad is None, f"cannot shard `{prefix}{name}`",
-                         "no gradient yet", "a gradient from before wrapping", "call "
+            owner.expect(name in kept or not t.is_leaf or t.grad is None,
+                         f"cannot shard `{prefix}{name}`", "no gradient yet",
+                         "a gradient from before wrapping", "call "
                          "`zero_grad()` of the plain model or its optimizer before wrapping")
             if t.layout == torch.strided and t.numel():
                 storage = (t.untyped_storage()._cdata, t.itemsize)
@@ -103,14 +110,15 @@ def check_fresh(owner: Named, module: nn.Module) -> None:
     for tensors in stored.values():
         # Tensors that begin before it in the storage and reach up to it.
         near: list[torch.Tensor] = []
-        for t in sorted(tensors, key=torch.Tensor.storage_offset):
+        # Of two that begin together, the parameter comes first, because the error is about it.
+        for t in sorted(tensors, key=lambda t: (t.storage_offset(), type(t) is torch.Tensor)):
             near = [each for each in near if _last(each) >= t.storage_offset()]
             for each in near:
-                trains = each.requires_grad or t.requires_grad
+                trains = any(type(one) is nn.Parameter and one.requires_grad for one in (each, t))
                 owner.expect(
                     not trains or not _overlap(each, t), f"cannot shard `{tensors[each]}`",
-                    "a parameter with memory of its own", f"that of `{tensors[t]}`", "assign the "
-                    "parameter itself, `b.weight = a.weight`, or a copy of its values")
+                    "a parameter with memory of its own", f"that of `{tensors[t]}`", "use the "
+                    "parameter itself, as in `b.weight = a.weight`, or a copy of its values")
             near.append(t)
 
 
