@@ -49,7 +49,7 @@ ROWS = (
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
 MOST = {"": 946, "beside": 425, "checkpoint": 1236, "comm": 958, "compiler": 883, "compression":
-        781, "estimate": 654, "guards": 561, "inject": 709, "offload": 911, "optimizer": 1127,
+        781, "estimate": 654, "guards": 564, "inject": 709, "offload": 911, "optimizer": 1127,
         "pipeline": 754, "train": 893, "whole_model": 845}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1488
