@@ -465,6 +465,38 @@ def test_split_layers_are_sharded_again(which, ours, chain, tmp_path):
             assert farthest(found, expected) < TOLERANCE.get(which, 1e-10)
 
 
+def numbers_after(folder):
+    """Random numbers and weights of tensor ranks, after checkpoints of shards and of a pipeline."""
+    found = []
+    for kind in ("shards", "pipeline"):
+        layers = [*with_dropout().layers]
+        lines = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "shard"))
+        torch.manual_seed(dist.get_rank())
+        zero3.save(f"{folder}/{kind}", Pipeline(layers, lines, loss_fn=Model.loss)
+                   if kind == "pipeline" else Zero3Sequential([*map(Zero3Layer, layers)]), step=0)
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+        model = build_split("dropout", mesh, chain=True)
+        zero3.load(f"{folder}/{kind}", model)
+        drawn = torch.rand(2).tolist()
+        optimizer = adam(model.get_trainable_chunk())
+        # Raises an error if random numbers differ: this is the first forward pass.
+        loss_of(model, ids_of(2, 0)).backward()
+        optimizer.step()
+        whole = {name: p.tolist() for name, p in full(model).items() if "norm" in name}
+        found.append((drawn, whole))
+    return found
+
+
+def test_tensor_ranks_draw_the_same_numbers_after_a_load_of_another_layout(tmp_path):
+    """
+    From two shards and from two stages: the same random numbers, and after a step with dropout the
+    same whole weights. Breaks where each rank gets a seed of its own, or the numbers of a stage.
+    Proves `_random_states_of`, `load`.
+    """
+    one, other = run(numbers_after, 2, str(tmp_path))
+    assert one == other and all(len(whole) > 1 for _, whole in one)
+
+
 def measured(shape):
     """Bytes that a chain keeps, and that its step sends, beside the estimate from sizes alone."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)

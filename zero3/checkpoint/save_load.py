@@ -35,8 +35,9 @@ other stages, or none. The loading model also decides on the tiers and data type
 
 **Not covered, and what that costs**: gradients are not saved, so a save between micro-batches loses
 the sums so far. Random numbers continue exactly only on the same number of ranks, with as many in
-each stage; otherwise each rank begins a new stream of its own. `extra` is taken from rank 0. With
-replicas, only the buffers of the first one are saved.
+each stage; otherwise each rank begins a new stream of its own. Ranks that split layers (tensor
+parallelism) have one stream together. `extra` is taken from rank 0. With replicas, only the buffers
+of the first one are saved.
 """
 
 import json
@@ -453,13 +454,15 @@ def _random_states_of(checkpoint: CheckpointReader, entries: Entries) -> dict[st
     comm = entries.comm
     same = (checkpoint.manifest["places"] == comm.stages.size
             and checkpoint.world_size == comm.world_size)
-    found = checkpoint.files[entries.file_number if same else 0].header.get("__metadata__", {})
+    # Ranks that split the same layers have to draw the same numbers: all read the first one's file.
+    number = comm.rank if comm.stages.same_layers else entries.file_number
+    found = checkpoint.files[number if same else 0].header.get("__metadata__", {})
     own = found.get(_random_key(comm.replicas.rank))
     if own and same:
         return decode(json.loads(own))
     streams = found.get(_random_key(0))
-    number = comm.ranks.index(comm.global_rank)
-    return {"seed": zlib.crc32(f"{number} {streams}".encode())} if streams else {}
+    seed = zlib.crc32(f"{comm.replicas.rank} {number} {streams}".encode())
+    return {"seed": seed} if streams else {}
 
 
 def _random_key(replica: int) -> str:
