@@ -277,6 +277,27 @@ def test_random_numbers_go_on_on_each_rank(tmp_path):
     assert run(draws_on, 3, tmp_path, True) == apart
 
 
+@pytest.mark.parametrize("torchs", [False, True])
+def test_adamw_stays_adamw_after_a_checkpoint_of_adam(tmp_path, torchs):
+    """
+    Its weight decay stays decoupled, as after `load_state_dict` of torch's, and Adam takes that of
+    a checkpoint of AdamW. Breaks where AdamW copies this option, and goes on as Adam in silence.
+    Proves `Entries._take_options`.
+    """
+
+    def make(optimizer_class):
+        model = Zero3Sequential([Zero3Layer(nn.Linear(3, 3))])
+        return model, (optimizer_class(model.get_trainable_chunk()) if torchs
+                       else Zero3Optimizer(model, optimizer_class))
+
+    for there, here in ((torch.optim.Adam, torch.optim.AdamW), (torch.optim.AdamW,
+                                                                torch.optim.Adam)):
+        save(tmp_path / there.__name__, *make(there), step=0)
+        model, optimizer = make(here)
+        load(tmp_path / there.__name__, model, optimizer)
+        assert optimizer.param_groups[0]["decoupled_weight_decay"]
+
+
 class Tied(nn.Module):
     """The first and the last matrix are one, in two units or in one"""
 

@@ -644,6 +644,10 @@ class Entries(Named):
             group = self.param_groups[mine]
             options = decode(saved["groups"][theirs])
             options.pop("optimizer", None)
+            steps = self.inner.get(mine, getattr(self.optimizer, "inner", self.optimizer))
+            if isinstance(steps, torch.optim.AdamW):
+                # The options of an Adam say False, and would make it one. torch's also keeps this.
+                options.pop("decoupled_weight_decay", None)
             for key, value in options.items():
                 old = group.get(key)
                 if isinstance(old, torch.Tensor):
