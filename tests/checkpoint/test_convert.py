@@ -232,6 +232,21 @@ def test_a_universal_folder_has_the_plain_tensors(tmp_path):
     assert same(contents(tmp_path / "end"), expected)
 
 
+def test_a_universal_folder_is_not_written_twice(tmp_path, capsys):
+    """
+    Weights alone, after a checkpoint with moments in the same folder: an error, and the older one
+    stays as it was. Breaks where new weights get older moments, and nobody says so.
+    Proves `to_deepspeed`.
+    """
+    saves(tmp_path / "run")
+    save(tmp_path / "weights", shard(plain(1))[0], step=9)
+    assert not command("universal", tmp_path / "run", tmp_path / "out")
+    assert command("universal", tmp_path / "weights", tmp_path / "out") == 1
+    assert f"{tmp_path / 'out' / 'universal'} exists already" in capsys.readouterr().err
+    assert not command("universal", tmp_path / "out", tmp_path / "back")
+    assert same(contents(tmp_path / "back"), contents(tmp_path / "run"))
+
+
 def test_deepspeeds_classes_are_not_needed_and_others_are_refused(tmp_path, capsys):
     """
     Its model states name a few of its classes. They are read as empty ones; any other class in the

@@ -163,13 +163,15 @@ def to_deepspeed(folder: Path,
       own Adam counts them in a number
 
     Raises `Broken` before it writes anything if a parameter or a moment has a name that no file may
-    have.
+    have, or if `out` has such a layout already.
     """
     checkpoint = CheckpointReader(folder)
     _check_file_names(checkpoint)
     make_output_folder(out)
     root = out / "universal"
-    (root / "zero").mkdir(parents=True, exist_ok=True)
+    # Moments of an older one would be read as this one's.
+    Broken.unless(not root.exists(), f"{root} exists already: choose another folder")
+    (root / "zero").mkdir(parents=True)
     count: Callable[[float], torch.Tensor | int] = partial(
         torch.tensor, device="cpu") if torch_adam else int
     steps_taken = count(float(checkpoint.manifest["step"]))
