@@ -12,6 +12,7 @@ import re
 import time
 import weakref
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import zero3
 from tests.limits import ROOM_BYTES, in_a_quarter
 from tests.ranks import run
 from tests.wholes import (
@@ -1084,18 +1086,32 @@ def test_a_unit_that_is_called_alone_has_the_weights_of_now():
     assert max(run(call_a_unit_alone, 2)) < 1e-10
 
 
-def test_what_is_set_on_a_unit_is_set_on_its_module():
+class Scaled(Layer):
+    def forward(self, x):
+        return super().forward(x) * getattr(self, "new", 1.0)
+
+
+@pytest.mark.parametrize("wrapping", [wrap, partial(zero3.compile, backend="aot_eager")])
+def test_what_is_set_on_a_unit_is_set_on_its_module(wrapping):
     """
-    Where the module has it; the unit's own names stay the unit's.
-    Proves `Unit`.
+    The unit's own names stay the unit's. Breaks if a new name stays there as well: the module's
+    forward would not find it, and compute with its default. Or if a model takes a name of the plain
+    one, such as `run`, for its own state.
+    Proves `Unit`, `StandIn`, `wrap`.
     """
-    model = Plain()
-    model.layers_[0].scale, model.layers_[0].label = 1.0, "theirs"
-    wrapped = wrap(model, Layer)
-    wrapped.layers_[0].scale, wrapped.layers_[0].new = 2.0, 3.0
-    layer = wrapped.layers_[0]
-    assert layer.module.scale == layer.scale == 2.0 and not hasattr(layer.module, "new")
-    assert layer.label == "layer 1 (layers_.0)" and layer.module.label == "theirs"
+    plain = nn.Sequential(Scaled(), Scaled())
+    plain.run, plain[0].scale, plain[0].label = "theirs", 1.0, "theirs"
+    wrapped = wrapping(plain, Scaled)
+    x = torch.ones(2, WIDTH)
+    before = wrapped(x)
+    layer = wrapped[0]
+    layer.scale, wrapped[1].new, wrapped.seen = 2.0, 3.0, True
+    assert torch.equal(wrapped(x), 3.0 * before)
+    assert layer.module.scale == layer.scale == 2.0
+    assert plain.seen and plain.run == "theirs"
+    assert layer.label == "layer 1 (0)" and layer.module.label == "theirs"
+    del wrapped[1].new
+    assert torch.equal(wrapped(x), before)
 
 
 def test_a_trace_does_not_grow():

@@ -144,7 +144,7 @@ class StandIn(nn.Module):
     """
     ## A module in the place of another one, which may be a container such as `nn.Sequential`
 
-    Attributes that it does not have are those of the plain module.
+    Attributes that it does not have are read, set and deleted on the plain module.
     """
 
     module: Any
@@ -174,13 +174,21 @@ class StandIn(nn.Module):
             # A short way for its own state.
             vars(self)[name] = value
             return
-        # Until the model is wrapped, all names are its own.
+        # Until `wrap` returns, all names are its own. A new one belongs to the plain module, whose
+        # forward would not find it here.
         is_own = (not ("order" in vars(self) and self.order.units) or name in vars(self)
-                  or name in self._modules or hasattr(type(self), name))
-        if not is_own and hasattr(self._plain(), name):
-            setattr(self._plain(), name, value)
-        else:
+                  or name in self._modules or name in self._parameters or name in self._buffers
+                  or hasattr(type(self), name))
+        if is_own:
             super().__setattr__(name, value)
+        else:
+            setattr(self._plain(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        try:
+            super().__delattr__(name)
+        except AttributeError:
+            delattr(self._plain(), name)
 
     def __len__(self) -> int:
         return len(self.module)

@@ -104,8 +104,6 @@ class Zero3Model(StandIn, ShardedModel):
         self._count_steps()
         connect(self)
         self.known = Known([self])
-        # From now on, attributes that only the plain model has are set there.
-        self.order.units = self.units
 
     def layers_together(self, places: list[LayerPlace], rest_numel: int
                         ) -> list[list[LayerPlace]]:
@@ -233,8 +231,8 @@ class Zero3Model(StandIn, ShardedModel):
         ### Refuse what cannot be trained, before a forward pass
         """
         if self.known.has_changed():
-            # The model does not see layers that were assigned to this object: nobody would reduce
-            # the gradients of `model.extra = nn.Linear(8, 2)`.
+            # The plain model does not see layers that were added to this object: nobody would
+            # reduce the gradients of `model.add_module("extra", nn.Linear(8, 2))`.
             extra = stray(self)
             self.expect(not extra, "has new parameters", "those that it was wrapped with", extra,
                         Unit.cure_for_new)
@@ -404,9 +402,12 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
               "cpu")
     source = Source(torch.device(device or at), seed, init, checkpoint,
                     getattr(model, "_init_weights", None))
-    return kind(model, classes_of(layer_classes), classes_of(leaf_classes), source,
-                prefetch_numel, max_live_numel, persist_below_numel, bucket_numel,
-                Offload.of(offload), mesh, activations and Activations.of(activations))
+    wrapped = kind(model, classes_of(layer_classes), classes_of(leaf_classes), source,
+                   prefetch_numel, max_live_numel, persist_below_numel, bucket_numel,
+                   Offload.of(offload), mesh, activations and Activations.of(activations))
+    # From now on, attributes that are not its own are set on the plain model.
+    wrapped.order.units = wrapped.units
+    return wrapped
 
 
 class _Wrapping:
