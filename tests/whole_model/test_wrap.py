@@ -723,6 +723,45 @@ def test_a_model_on_the_meta_device_is_made_one_layer_at_a_time(world_size):
         assert not torch.equal(params["1.up.weight"], params["2.up.weight"])
 
 
+class Partly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.norm.running_mean.fill_(7.0)
+        self.norm.weight = nn.Parameter(self.norm.weight.to("meta"))
+        self.inner = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.full((2,), 7.0))
+        self.shift = nn.Parameter(torch.empty(2, device="meta"))
+        nn.init.constant_(self.inner.bias, 7.0)
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.inner.bias)
+        self.scale = nn.Parameter(torch.zeros(2))
+        nn.init.constant_(self.shift, 3.0)
+
+
+def made_partly():
+    # Rank 0 makes the model, and the other ranks have other values.
+    model = nn.Sequential(Partly())
+    with torch.no_grad():
+        model[0].scale += dist.get_rank()
+    model = wrap(model, Partly)
+    with model.full_params() as params:
+        return ({name: p.tolist() for name, p in params.items() if p.dim() == 1},
+                model[0].norm.running_mean.tolist())
+
+
+def test_only_tensors_on_the_meta_device_are_drawn():
+    """
+    Breaks if a module with one tensor on the meta device loses the values of its others, or of
+    modules inside of it: a trained bias would be random again, without a word.
+    Proves `Source._give_values`, `Source._draw`.
+    """
+    for params, mean in run(made_partly, 2):
+        assert mean == params["0.scale"] == params["0.inner.bias"] == [7.0, 7.0]
+        assert params["0.shift"] == [3.0, 3.0] and params["0.norm.weight"] == [1.0, 1.0]
+
+
 class Bare(nn.Module):
     def __init__(self):
         super().__init__()

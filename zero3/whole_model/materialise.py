@@ -69,7 +69,7 @@ class Source:
     * `device` is where layers are allocated
     * `seed` is for values that are drawn
     * `init` is called instead of `reset_parameters`, on rank 0, with each module that has tensors
-      without values, innermost first
+      without values, innermost first; tensors with values keep them
     * `checkpoint` is a file of safetensors, the index of several, or their folder; rank 0 reads it
     * `own_init` is the model's `_init_weights`, by which Hugging Face's models compute buffers that
       are in no file
@@ -142,11 +142,21 @@ class Source:
 
         Runs on rank 0 alone. Raises `ValueError` if a tensor gets no values.
         """
+        # A draw writes to all tensors of a module. Those that had values keep them.
+        kept: list[Any] = [(tensors, name, t, t.clone())
+                           for at, module in modules.items()
+                           for tensors in (module._parameters, module._buffers)
+                           for name, t in tensors.items()
+                           if t is not None and name not in empty.get(at, ())]
         # An outer module may change the values of an inner one.
         for at, keys in reversed(empty.items()):
             # Checkpoints have no values for non-persistent buffers.
             if self.checkpoint is None or modules[at]._non_persistent_buffers_set & {*keys}:
                 self._draw(modules[at], at)
+        # Free the copies before a checkpoint is read.
+        while kept:
+            tensors, name, t, values = kept.pop()
+            tensors[name] = t.copy_(values)
         if self.checkpoint is not None:
             self._read(modules, names)
         for at, keys in empty.items():
