@@ -422,6 +422,14 @@ def find_params(module: nn.Module) -> NamedParams:
     return found
 
 
+def find_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """
+    ## Find the buffers of a layer, by their names
+    """
+    return {prefix + name: buffer for prefix, child in own_modules(module)
+            for name, buffer in child._buffers.items()}
+
+
 def alike(params: NamedParams) -> list[NamedParams]:
     """
     ## Split parameters into those that can share a buffer

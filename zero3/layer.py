@@ -58,7 +58,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.collectives import ALONE, Transfer
 from zero3.comm.reducer import Reducer
-from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params
+from zero3.flat import FlatParameter, NamedParams, alike, find_buffers, find_params, hide_params
 from zero3.guards.moments import guards, own_modules
 from zero3.in_flight import in_flight
 from zero3.schedule import Chain, Schedule
@@ -122,8 +122,7 @@ class Zero3Layer(Sharded):
 
         guards.check_module(self, module)
         params = find_params(module)
-        buffers = {prefix + name: buffer for prefix, child in own_modules(module)
-                   for name, buffer in child._buffers.items()}
+        buffers = find_buffers(module)
         self.device = self.comm.open(self, params, buffers, device, dtype)
         # The shards, one for each flat parameter. labml calls them chunks.
         self.chunk = nn.ParameterList()

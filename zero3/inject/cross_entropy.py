@@ -80,10 +80,16 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor,
-                bias: torch.Tensor | None, targets: torch.Tensor, rows: int,
-                ignore_index: int, grads: bool, count: torch.Tensor | int,
-                split: Line | None, first: int) -> torch.Tensor:
+    def forward(ctx, hidden: torch.Tensor,
+                weight: torch.Tensor,
+                bias: torch.Tensor | None,
+                targets: torch.Tensor,
+                rows: int,
+                ignore_index: int,
+                grads: bool,
+                count: torch.Tensor | int,
+                split: Line | None,
+                first: int) -> torch.Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         sums = [None if t is None or not (grads and t.requires_grad)
                 else torch.zeros_like(t, dtype=wide)

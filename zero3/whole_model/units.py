@@ -61,8 +61,8 @@ that is called twice stays full in backward from one call to the other. If a mod
 that units have themselves, `layer_idx` for instance, read it from `unit.module`. `isinstance` says
 of a unit what it says of its module, `type` does not; and `isinstance(unit, Iterable)` is true for
 all units. So a sum over `modules()` that asks `isinstance` counts each layer twice, and
-`output_hidden_states` of Hugging Face lists it twice; ask `type(m) is Block`. A write through `.data` of a persistent unit's shard is seen only after the next step, or
-after `release_all()`.
+`output_hidden_states` of Hugging Face lists it twice; ask `type(m) is Block`. A write through
+`.data` of a persistent unit's shard is seen only after the next step, or after `release_all()`.
 """
 
 import weakref
@@ -218,8 +218,13 @@ class Unit(StandIn, Zero3Layer):
     cure_for_new = ("add it to the plain model: `plain = model.destroy()`, change `plain`, `wrap` "
                     "it again and build the optimizer again")
 
-    def __init__(self, module: nn.Module, path: str, leaf: bool, order: "TracedOrder",
-                 device: torch.device, offload: Offload | None, mesh: DeviceMesh | Links | None,
+    def __init__(self, module: nn.Module,
+                 path: str,
+                 leaf: bool,
+                 order: "TracedOrder",
+                 device: torch.device,
+                 offload: Offload | None,
+                 mesh: DeviceMesh | Links | None,
                  activations: Activations | Offload | str | None = None):
         """
         ### Shard a module

@@ -75,10 +75,16 @@ class Zero3Model(StandIn, ShardedModel):
 
     unit_class = Unit
 
-    def __init__(self, model: nn.Module, layer_classes: tuple[type, ...],
-                 leaf_classes: tuple[type, ...], source: Source, prefetch_numel: int | None,
-                 max_live_numel: int | None, persist_below_numel: int, bucket_numel: int,
-                 offload: Offload, mesh: DeviceMesh | Links | None,
+    def __init__(self, model: nn.Module,
+                 layer_classes: tuple[type, ...],
+                 leaf_classes: tuple[type, ...],
+                 source: Source,
+                 prefetch_numel: int | None,
+                 max_live_numel: int | None,
+                 persist_below_numel: int,
+                 bucket_numel: int,
+                 offload: Offload,
+                 mesh: DeviceMesh | Links | None,
                  activations: Activations | Offload | str | None):
         super().__init__()
         self.comm = communicator(mesh=mesh)
