@@ -53,9 +53,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zero3.checkpoint.entries import Entries
+from zero3.checkpoint.entries import NOT_SAVED, Entries
 from zero3.checkpoint.formats import DcpFolder, dcp_state, flat_entry, is_meta, name_and_key
-from zero3.checkpoint.reader import CheckpointReader, Listing, Param, errors_name
+from zero3.checkpoint.reader import CheckpointReader, Listing, Param, encode, errors_name
 from zero3.checkpoint.save_load import all_here, load_from
 from zero3.comm.parts import inside, length
 from zero3.in_flight import in_flight
@@ -261,11 +261,18 @@ class DcpCheckpoint(CheckpointReader):
         self.dcp = DcpFolder(folder)
         # Files of ours would have random numbers.
         self.files = []
-        optimizer, group_of = self.dcp.groups()
+        options_of = self.dcp.read_all(self.dcp.options, "an option of the optimizer")
+        groups = [options_of[i] for i in sorted(options_of, key=int)]
+        found = {name: i
+                 for i, group in enumerate(groups)
+                 for name in group.get("params", ())}
+        options = [encode({key: value for key, value in group.items() if key not in NOT_SAVED},
+                          "param group") for group in groups]
         Listing.__init__(self, {
             "step": 0, "world_size": 1, "places": 1, "replicated": {}, "extra": None,
-            "optimizer": optimizer,
-            "flats": [flat_entry(name, keys, self.dcp.scalars.get(name, {}), group_of.get(name))
+            # DCP does not have the class of the optimizer.
+            "optimizer": {"class": "", "groups": options, "scale": {}} if options else None,
+            "flats": [flat_entry(name, keys, self.dcp.scalars.get(name, {}), found.get(name))
                       for name, keys in self.dcp.tensors.items()]})
 
     def read(self, param: Param, key: str, begin: int, end: int) -> torch.Tensor:

@@ -646,7 +646,7 @@ class Entries(Named):
             options.pop("optimizer", None)
             steps = self.inner.get(mine, getattr(self.optimizer, "inner", self.optimizer))
             if isinstance(steps, torch.optim.AdamW):
-                # The options of an Adam say False, and would make it one. torch keeps True.
+                # The options of an Adam say False, and would make it one. torch's also keeps this.
                 options.pop("decoupled_weight_decay", None)
             for key, value in options.items():
                 old = group.get(key)

@@ -49,12 +49,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from zero3 import __version__
-from zero3.checkpoint.entries import NOT_SAVED
 from zero3.checkpoint.reader import (
     CheckpointReader,
     FlatEntry,
     Listing,
-    OptimizerEntry,
     StatesEntry,
     clean_up_interrupted_saves,
     commit_checkpoint,
@@ -79,9 +77,7 @@ def from_tensors(folder: Path,
                  step: int,
                  tensors: dict[str, Like],
                  scalars: Mapping[str, Mapping[str, object]],
-                 read: Callable[[str, str], torch.Tensor],
-                 optimizer: OptimizerEntry | None = None,
-                 group_of: Mapping[str, int] | None = None) -> None:
+                 read: Callable[[str, str], torch.Tensor]) -> None:
     """
     ## Make a checkpoint of whole tensors
 
@@ -92,12 +88,11 @@ def from_tensors(folder: Path,
       key: `param` is the parameter itself, the other keys are moments
     * `scalars` has the other optimizer states of a parameter, such as the count of steps
     * `read` returns the values of one tensor for a name and a key
-    * `optimizer` has the options of param groups, and `group_of` the param group of each name
 
     Raises `Broken` if the folder has checkpoints, if another run has locked it, or if tensors do
     not fit together. After an error while the file is written, it has an interrupted save.
     """
-    flats = [flat_entry(name, keys, scalars.get(name, {}), (group_of or {}).get(name))
+    flats = [flat_entry(name, keys, scalars.get(name, {}))
              for name, keys in tensors.items()]
     entries = {f"{i}.{key}": (name, key)
                for i, (name, keys) in enumerate(tensors.items())
@@ -114,7 +109,7 @@ def from_tensors(folder: Path,
                          lambda entry: [read(*entries[entry])])
     checkpoint = commit_checkpoint(unfinished, {
         "step": step, "world_size": 1, "versions": {"zero3": __version__}, "files": [file],
-        "flats": flats, "replicated": {}, "optimizer": optimizer, "extra": None})
+        "flats": flats, "replicated": {}, "optimizer": None, "extra": None})
     print_escaped(f"wrote {len(tensors)} parameters to {checkpoint}")
 
 
@@ -349,7 +344,7 @@ def _dcp_groups(checkpoint: Listing, trained: list[str]) -> list[dict[str, objec
     """
     optimizer = checkpoint.manifest["optimizer"]
     if optimizer is None:
-        # A checkpoint that was made from DeepSpeed's layout has moments but no options.
+        # A checkpoint that was made from another format has moments but no options.
         return [_dcp_group("AdamW", {}, trained)] if trained else []
     return [_dcp_group(options.pop("optimizer", optimizer["class"]), options, [
                 param.name for param in checkpoint.params if param.entry["param_group"] == i])
@@ -417,8 +412,7 @@ def from_dcp(source: Path, folder: Path) -> None:
     found = DcpFolder(source)
     steps_taken = [int(known["step"])
                    for known in found.scalars.values() if "step" in known]
-    from_tensors(folder, max(steps_taken, default=0), found.tensors, found.scalars, found.read,
-                 *found.groups())
+    from_tensors(folder, max(steps_taken, default=0), found.tensors, found.scalars, found.read)
 
 
 # The keys of a DCP folder: of a tensor, by the parameter's name and our key; of an option, by the
@@ -475,20 +469,6 @@ class DcpFolder:
         for (at, key), dcp_key in keys.items():
             found.setdefault(at, {})[key] = planner.state_dict[dcp_key]
         return found
-
-    def groups(self) -> tuple[OptimizerEntry | None, dict[str, int]]:
-        """
-        ### The options of param groups, if there are any, and the param group of each name
-        """
-        options_of = self.read_all(self.options, "an option of the optimizer")
-        found = [options_of[i] for i in sorted(options_of, key=int)]
-        options = [encode({key: value for key, value in group.items() if key not in NOT_SAVED},
-                          "param group") for group in found]
-        group_of = {name: i
-                    for i, group in enumerate(found)
-                    for name in group.get("params", ())}
-        # DCP does not have the class of the optimizer.
-        return {"class": "", "groups": options, "scale": {}} if options else None, group_of
 
     def read(self, name: str, key: str) -> torch.Tensor:
         """
