@@ -8,7 +8,7 @@ process without the model or a GPU.
 |---|---|---|
 | Hugging Face's safetensors | `export` | weights |
 | DeepSpeed's universal layout: a folder for each parameter | `universal` | weights, states |
-| `torch.distributed.checkpoint` (FSDP2) | `universal --format dcp` | weights, states, options |
+| `torch.distributed.checkpoint` (FSDP2) | `universal --format dcp` | weights, states; options one way |
 
 `universal` finds the direction itself. `Writer` has 32 MiB of pieces, `TensorFile` keeps 16 MiB of
 blocks, and torch copies a parameter when it unpickles it:

@@ -17,7 +17,7 @@ For a parameter `0.weight` they are here:
 | $m$ | `universal/zero/0.weight/exp_avg.pt` | `optim.state.0.weight.exp_avg` |
 | $v$ | `universal/zero/0.weight/exp_avg_sq.pt` | `optim.state.0.weight.exp_avg_sq` |
 | number of steps | of each parameter; Stage 3 reads one for all | of each parameter |
-| options of param groups | not stored | stored |
+| options of param groups | not stored | stored, and read by `load_dcp` alone |
 | buffers, frozen parameters outside of layers | not stored | stored |
 | tied parameters | under one name | under each name |
 
