@@ -8,10 +8,11 @@ process without the model or a GPU.
 |---|---|---|
 | Hugging Face's safetensors | `export` | weights |
 | DeepSpeed's universal layout: a folder for each parameter | `universal` | weights, states |
-| `torch.distributed.checkpoint` (FSDP2) | `universal --format dcp` | weights, states; options one way |
+| `torch.distributed.checkpoint` (FSDP2) | `universal --format dcp` | weights, states, options |
 
-`universal` finds the direction itself. `Writer` has 32 MiB of pieces, `TensorFile` keeps 16 MiB of
-blocks, and torch copies a parameter when it unpickles it:
+`universal` finds the direction itself. Options go to DCP, and `load_dcp` alone reads them. `Writer`
+has 32 MiB of pieces, `TensorFile` keeps 16 MiB of blocks, and torch copies a parameter when it
+unpickles it:
 
 $$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text{ MiB}$$
 
