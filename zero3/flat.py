@@ -327,8 +327,6 @@ class FlatParameter:
     def follow_requires_grad(self) -> bool:
         """
         ### Copy `requires_grad` from the shard to the parameters, and say whether it has changed
-
-        `model.requires_grad_(False)` reaches the shards, because `parameters()` yields them.
         """
         if self.trains == self.shard.requires_grad:
             return False

@@ -249,9 +249,6 @@ class Zero3Layer(Sharded):
     def _wait_params(self) -> None:
         """
         #### Wait for the all-gather
-
-        The compute stream waits for this all-gather, and for nothing that was queued after it; on
-        the CPU this thread waits.
         """
         if self._gather is None:
             return
@@ -410,8 +407,7 @@ class Zero3Layer(Sharded):
         """
         ### Whether backward no longer needs the full parameters
 
-        The gradients of parameters are not enough. A frozen weight gets none, and autograd still
-        reads it for the gradient of the input. If it is freed too early, backward cannot read it.
+        `watch.py` says why both are needed. If a layer is freed too early, backward cannot read it.
         If too late, it takes memory while the previous layer computes.
         """
         trainable = sum(len(flat.slots) for flat in self.flats if flat.trains)
@@ -434,8 +430,6 @@ class Zero3Layer(Sharded):
         self._release()
         self.watch.arrived.clear()
         flats = [flat for flat in self.flats if flat.grad is not None]
-        # On the CPU the other ranks' gradients arrive in the storage of the full parameters, which
-        # are freed by now.
         pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in flats]
         # First the reduce before this one ends (see `comm/reducer.py`), because one is in flight
         # at a time. The reducer of a `Zero3Optimizer` is a bucket: it sends small layers together.
@@ -457,12 +451,12 @@ class Zero3Layer(Sharded):
     @torch.no_grad()
     def add_reduced(self, totals: list[torch.Tensor]) -> None:
         """
-        ### Add the reduced gradients to those of the shards; the reducer calls it
+        ### Add the reduced gradients to those of the shards
 
         * `totals` are the means over ranks, `(shard_numel,)`, one for each flat gradient
 
-        A second backward pass adds to them. So the gradients of $k$ micro-batches add up; divide
-        each loss by $k$ for the gradient of one large batch.
+        The reducer calls it. A second backward pass adds to them. So the gradients of $k$
+        micro-batches add up; divide each loss by $k$ for the gradient of one large batch.
         """
         flats = [flat for flat in self.flats if flat.grad is not None]
         for flat, total in zip(flats, totals, strict=True):
@@ -618,7 +612,5 @@ class Zero3Sequential(ShardedModel):
 # | `torch.compile` around layers | they run uncompiled | `layer.module.compile()` |
 # | parameters outside sharded layers | they are not reduced | DDP around the whole model |
 #
-# A layer looks for its input and output tensors in tuples, lists, dicts, dataclasses, attributes of
-# modules and of other objects. A tensor that leaves by another way does not announce backward,
-# which then reaches a freed layer. The copies of autocast stay from forward to backward, half of
-# the memory that freeing would save.
+# `watch.py` says where a layer looks for tensors. The copies of autocast stay from forward to
+# backward, half of the memory that freeing would save.

@@ -174,7 +174,6 @@ class Communicator(Peers):
                 # NCCL replaces this rank's own part by the sum.
                 received = mine
                 if self.by_messages:
-                    # The other ranks' parts arrive here, and `total` adds them.
                     received = as_receive_buffer(buffer, grad).view_as(parts)
                     transfer.pairs[i] = (grad, received)
                 self.send(transfer, self.group, received, parts, reduce_scatter_single)
