@@ -32,7 +32,7 @@ the layer then finishes the rest.
 compute, forward and backward.
 
 **Not covered, and what that costs**: a tensor is found in tuples, lists, dicts and dataclasses, at
-any depth; as an attribute of a module or of a submodule; in other objects one level deep. Backward
+any depth; when it leaves, as an attribute of a module; in other objects one level deep. Backward
 does not announce a tensor that leaves a layer by another way.
 """
 
