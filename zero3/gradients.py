@@ -56,7 +56,8 @@ def clip_grad_norm_(model: nn.Module,
     `norm_type` is not positive. Also if a gradient is scaled, held back by `no_sync()`, or not in
     its shard: `Zero3Optimizer(clip_grad_norm=)` clips those.
     """
-    for line in {vars(m)["line"] for m in model.modules() if "line" in vars(m)}:
+    own = [vars(m.module if is_sharded(m) else m) for m in model.modules()]
+    for line in {each["line"] for each in own if "line" in each}:
         # Under tensor parallelism other ranks have parts of the same weights (see
         # `inject/line.py`).
         line.connect(model)

@@ -197,7 +197,7 @@ def test_adapters_train_and_are_saved_alone(folder, ours, theirs):
     """
     LoRA before `shard`: the frozen weights are sharded too, and the file has adapters only. Breaks
     if PEFT finds units between its modules, and writes an empty file.
-    Proves `plain_modules`.
+    Proves `Trainer`, `Unit.named_modules`.
     """
     one, other = (load_file(folder / f"{name}-final/adapter_model.safetensors")
                   for name in ("lora", "stock-lora"))

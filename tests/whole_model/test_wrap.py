@@ -42,6 +42,7 @@ from tests.wholes import (
     train_both,
 )
 from zero3 import Offload, Zero3Optimizer, wrap
+from zero3.checkpoint.convert import main as convert
 from zero3.comm.collectives import Communicator
 from zero3.estimate.ledger import Ledger
 from zero3.optimizer.steps import after_steps
@@ -1078,6 +1079,60 @@ def test_a_wrapped_model_is_asked_like_the_plain_one():
         with pytest.raises(AttributeError, match="nothing_like_it"):
             thing.nothing_like_it  # noqa: B018
     assert not wrapped.eval().training and not model.layers_[1].module.up.training
+
+
+class Nested(Layer):
+    """A layer with a layer inside, a buffer that is saved, and one that is not"""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Layer()
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+    def forward(self, x):
+        return super().forward(self.inner(x)) * self.scale.mean()
+
+
+class Sums(Plain):
+    """Its forward asks all modules for what they are"""
+
+    def __init__(self):
+        super().__init__(1)
+        self.layers_.extend([Nested(), Nested()])
+
+    def forward(self, ids):
+        scales = [m.scale[0] for m in self.modules() if isinstance(m, Nested)]
+        return super().forward(ids) * sum(scales)
+
+
+@pytest.mark.parametrize("wrapping", [wrap, partial(zero3.compile, backend="aot_eager")])
+def test_modules_has_each_layer_once_under_its_name_in_the_plain_model(wrapping, tmp_path):
+    """
+    Breaks if a sum over the layers, or `output_hidden_states` of Hugging Face, counts one twice.
+    Proves `Unit.named_modules`, `Unit.named_children`, `Unit.train`.
+    """
+    plain, ids = Sums().double(), tokens(0, 2)
+    model = wrapping(copy.deepcopy(plain), Layer)
+    assert (model(ids) - plain(ids)).abs().max() < 1e-10
+    found = {name.removeprefix("module").strip("."): m.__class__
+             for name, m in model.named_modules()}
+    classes = {name: type(m) for name, m in plain.named_modules()}
+    assert classes.items() <= found.items()
+    assert {type(m) for name, m in model.named_modules()
+            if name.removeprefix("module").strip(".") not in classes} == {
+                nn.ModuleList, nn.ParameterList}
+    buffers = [name.removeprefix("module.") for name, _ in model.named_buffers()]
+    assert buffers == [name for name, _ in plain.named_buffers()]
+    assert [*model.parameters()] == [*dict.fromkeys(model.parameters())]
+    assert {*model.parameters()} == {*model.get_trainable_chunk()}
+    seen = []
+    model.eval().apply(seen.append)
+    assert not model.layers_[1].module.training
+    assert sum(isinstance(m, Layer) for m in seen) == 5
+    zero3.save(tmp_path, model, step=1)
+    convert(["export", str(tmp_path), str(tmp_path / "whole")])
+    assert load_file(tmp_path / "whole/model.safetensors").keys() == plain.state_dict().keys()
 
 
 def test_a_model_is_wrapped_once():

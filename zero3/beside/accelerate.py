@@ -46,7 +46,7 @@ is saved right only if its model went through `prepare` too.
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,8 @@ from torch import nn
 from zero3.beside.pairs import check, optimizer_of
 from zero3.checkpoint.save_load import load, save
 from zero3.optimizer.stage3 import Zero3Optimizer
-from zero3.sharded import Sharded, ShardedModel, comm_of
+from zero3.sharded import ShardedModel, comm_of
 from zero3.whole_model.materialise import buffers_of
-from zero3.whole_model.wrap import Zero3Model
 
 # Runs in which another library shards the model, or compiles it.
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM,
@@ -316,36 +315,6 @@ class Accelerator(accelerate.Accelerator):
             name: copies[param]
             for name, param in tied.items()
             if param in copies}
-
-
-@contextmanager
-def plain_modules(model: Zero3Model) -> Iterator[nn.Module]:
-    """
-    ## The modules of a whole model as they were, without units in between
-
-    `save_pretrained` of PEFT goes through the modules to find the names of adapters. With units in
-    between it would find none, and write an empty file. So pass it the weights, and call it inside:
-
-    ```
-    weights = accelerator.get_state_dict(model)
-    with plain_modules(model) as plain:
-        if accelerator.is_main_process:
-            plain.save_pretrained("folder", state_dict=weights)
-    ```
-
-    The model cannot compute inside.
-    """
-    plain = model.module.module
-    places = [(owner, name, child) for owner in plain.modules()
-              for name, child in owner._modules.items() if isinstance(child, Sharded)]
-    with ExitStack() as shown:
-        for owner, name, unit in places:
-            owner._modules[name] = unit.module
-            shown.callback(owner._modules.update, {name: unit})
-        for unit in model.units:
-            # Somebody may ask parameters for their data type.
-            shown.enter_context(unit.guard)
-        yield plain
 
 
 class Prepared(AcceleratedOptimizer):

@@ -49,7 +49,7 @@ import transformers
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from zero3.beside.accelerate import Accelerator, plain_modules
+from zero3.beside.accelerate import Accelerator
 from zero3.checkpoint.save_load import load, save
 from zero3.guards.options import expect
 from zero3.optimizer.stage3 import Zero3Optimizer
@@ -164,12 +164,11 @@ class Trainer(transformers.Trainer):
         """
         state_dict = self.accelerator.get_state_dict(self.model)
         sharded = self.model
-        with plain_modules(sharded) as plain:
-            self.model = plain
-            try:
-                super()._save(output_dir, state_dict)
-            finally:
-                self.model = sharded
+        self.model = sharded.module.module
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.model = sharded
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """

@@ -162,7 +162,8 @@ def connect(model: nn.Module) -> None:
     stages of a pipeline, or if it is a single layer in no chain.
     """
     modules = [*model.modules()]
-    lines = {vars(module)["line"] for module in modules if "line" in vars(module)}
+    own = [vars(m.module if is_sharded(m) else m) for m in modules]
+    lines = {each["line"] for each in own if "line" in each}
     layers = [module for module in modules if is_sharded(module) and module.flats]
     if not lines or not layers or layers[0].comm.stages.same_layers:
         return

@@ -118,6 +118,8 @@ class CompiledUnit(Unit):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        # Dynamo would look for these in the class of the module.
+        vars(self).update(named_modules=self.named_modules, named_children=self.named_children)
         for slot in self.slots():
             slot.freed_class.traceable = True  # type: ignore[attr-defined]
         self.full_views = [slot.view for slot in self.slots()]

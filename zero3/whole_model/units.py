@@ -60,9 +60,8 @@ gathered on demand; other methods of the model that use parameters of the root r
 that is called twice stays full in backward from one call to the other. If a module has an attribute
 that units have themselves, `layer_idx` for instance, read it from `unit.module`. `isinstance` says
 of a unit what it says of its module, `type` does not; and `isinstance(unit, Iterable)` is true for
-all units. So a sum over `modules()` that asks `isinstance` counts each layer twice, and
-`output_hidden_states` of Hugging Face lists it twice; ask `type(m) is Block`. A write through
-`.data` of a persistent unit's shard is seen only after the next step, or after `release_all()`.
+all units. A write through `.data` of a persistent unit's shard is seen only after the next step, or
+after `release_all()`.
 """
 
 import weakref
@@ -245,6 +244,9 @@ class Unit(StandIn, Zero3Layer):
         # `wrap` sets this, and fills the three lists below.
         self.persistent = False
         self.training = module.training
+        # It stands for the module in `modules()`, and yields the module's buffers.
+        self._buffers = module._buffers
+        self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self.numel = sum(len(flat.full) for flat in self.flats)
         self.inside: list[Unit] = []  # units below it in the tree of modules
         self.outside: list[Unit] = []  # units above it
@@ -283,6 +285,39 @@ class Unit(StandIn, Zero3Layer):
 
     def _get_name(self) -> str:
         return type(self).__name__
+
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "",
+                      remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+        """
+        ### Itself and the modules inside, named as in the plain model
+
+        It stands for its module, which is left out. So whoever asks all modules for their class
+        meets each layer once.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, child in (*self.module._modules.items(), ("chunk", self.chunk)):
+            if child is not None:
+                path = f"{prefix}.{name}".strip(".")
+                yield from child.named_modules(memo, path, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """
+        ### The children of its module, and the shards
+        """
+        yield from self.module.named_children()
+        yield "chunk", self.chunk
+
+    def train(self, mode: bool = True) -> Any:
+        """
+        ### Set the mode of its module too, which is no child
+        """
+        self.module.training = mode
+        return super().train(mode)
 
     def admits(self, layer: nn.Module) -> bool:
         """

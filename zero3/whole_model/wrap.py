@@ -336,9 +336,9 @@ class Zero3Model(StandIn, ShardedModel):
             for refusal in unit.guard.refusals:
                 refusal.remove()
         plain = self.module.module
-        for m in [*plain.modules()]:
+        for m, names in self.layout.items():
             vars(m).pop("requires_grad_", None)
-            for name in self.layout.get(m, ()):
+            for name in names:
                 m._parameters[name] = vars(m).pop(name)
             for name, child in m._modules.items():
                 m._modules[name] = child.module if isinstance(child, Unit) else child
