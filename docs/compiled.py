@@ -385,8 +385,7 @@ CAPTIONS = {
     "keep": "The layers with which backward begins stay full, as many as the limit admits. So "
             "backward gathers fewer layers.",
     "bucket": "Two neighbours share a reduce-scatter, where the vertical lines are. The first "
-              "gradient waits for the second one. With this limit all-gathers are not shared, "
-              "because two layers in a packed buffer and their copies are 40 elements.",
+              "gradient waits for the second one.",
     "prefetch": "Each all-gather moves up into the room that is left, and overlaps the computation "
                 "of the layer before.",
     "sink": "Each wait for a reduce-scatter moves down, to where the next one begins or to the "

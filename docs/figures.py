@@ -100,7 +100,7 @@ WAYS = {
     "compile-eager": 'compile, backend="aot_eager"',
     "compile-units": 'compile, backend="aot_eager", unit_bytes=1 << 20',
     "wrap": "wrap",
-    "wrap-bucket": "wrap, bucket_numel=1 << 18",
+    "wrap-units": "wrap, unit_bytes=1 << 20",
     "fsdp2-compile": "FSDP2, torch.compile for each block",
     "ddp": "DDP",
 }
@@ -359,7 +359,7 @@ class Figures:
         ### A step of a compiled model beside the others, as a table
         """
         told = self.timed("compile.json", 'make bench ARGS="--compile --peers compile '
-                          'fsdp2-compile compile-eager compile-units wrap wrap-bucket ddp --out '
+                          'fsdp2-compile compile-eager compile-units wrap wrap-units ddp --out '
                           'docs/compile.json"')
         rows = [["model", "trained by", "times DDP's step", "peak MB", "sent MB"]]
         for case, found in told["cases"].items():

@@ -36,7 +36,6 @@ lost.
 | `Communicator.all_gather` | the same | it has no bytes, or all |
 | `as_receive_buffer` | the same, for gradients | the layer's backward is over |
 | `add_reduced` | the same | the wait for the reduce has succeeded |
-| `Packed.wait` | a packed buffer | dropped, not resized: the transfer has a reference |
 | `Reducer.delivered` | a gradient in pinned memory | the host has waited for the copy |
 | `Encoded.release` | a decoded shard | it was copied, and the copy is sent |
 | `Buffers.borrow` | a buffer of files | its threads have ended, and so has the copy from it |

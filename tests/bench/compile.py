@@ -7,7 +7,7 @@ Trains the benchmark's model, and a model of many small layers, by `compile` and
 |---|---|---|
 | zero3 | the hooks of a chain | PyTorch |
 | wrap | the hooks of units | PyTorch |
-| wrap-bucket | the same, small units together | PyTorch |
+| wrap-units | the same, small layers in one unit | PyTorch |
 | compile-eager | graphs | PyTorch, operation by operation |
 | compile-units | the same, small layers in one unit | the same |
 | compile | graphs | Inductor |
@@ -21,12 +21,12 @@ there: all of a block, and no communication.
 
 The second case is about fixed costs. 100 layers of 64 x 64 weights have 416,000 parameters, so
 their bytes and their operations take next to no time. With $t$ seconds for a collective and $h$
-seconds for what a layer costs besides, a step of $L$ layers in $b$ buckets takes about
+seconds for what a layer costs besides, a step of $L$ layers in $b$ units takes about
 
 $$3\, b\, t + L\, h$$
 
-With hooks, and without buckets, $b = L = 100$. With buckets of 1 MiB $b = 2$, and $h$ is left. In
-shared units, most of $h$ is spent once for each unit.
+Alone, $b = L = 100$. In shared units of 1 MiB $b = 2$, and $h$ is left. In graphs, most of $h$ is
+spent once for each unit.
 
 Each peer has a folder of its own for what Inductor compiles. In the first round that folder is
 empty. The next rounds find there what the first one has compiled. So the results have the seconds
@@ -72,12 +72,12 @@ from zero3 import Zero3Optimizer
 ROWS = 16
 # Who takes part in each case. Inductor has nothing to fuse in a small layer.
 GPT_PEERS = ("zero3", "wrap", "compile-eager", "compile", "fsdp2", "fsdp2-compile", "ddp")
-SMALL_PEERS = ("wrap", "wrap-bucket", "compile-eager", "compile-units", "fsdp2", "ddp")
+SMALL_PEERS = ("wrap", "wrap-units", "compile-eager", "compile-units", "fsdp2", "ddp")
 PAIRS = (("compile", "fsdp2-compile"), ("compile", "compile-eager"), ("compile", "wrap"),
-         ("compile", "ddp"), ("compile-eager", "wrap"), ("compile-eager", "wrap-bucket"),
+         ("compile", "ddp"), ("compile-eager", "wrap"), ("compile-eager", "wrap-units"),
          ("compile-eager", "fsdp2"), ("compile-eager", "ddp"), ("compile-units", "ddp"),
          ("compile-units", "compile-eager"), ("wrap", "ddp"),
-         ("wrap-bucket", "ddp"), ("wrap-bucket", "wrap"), ("fsdp2-compile", "fsdp2"),
+         ("wrap-units", "ddp"), ("wrap-units", "wrap"), ("fsdp2-compile", "fsdp2"),
          ("fsdp2", "ddp"))
 
 
@@ -210,9 +210,8 @@ def build_small(peer, layers):
     if peer.startswith("compile"):
         return compiled(peer, whole, (nn.Linear,))
     if peer.startswith("wrap"):
-        # As many bytes as `compile` puts into a bucket.
-        bucket_numel = 1 << 18 if peer == "wrap-bucket" else 0
-        model = zero3.wrap(whole, (nn.Linear,), bucket_numel=bucket_numel)
+        unit_bytes = 1 << 20 if peer == "wrap-units" else 0
+        model = zero3.wrap(whole, (nn.Linear,), unit_bytes=unit_bytes)
         return model, Zero3Optimizer(model, lr=1e-3, eps=1e-3)
     if peer == "fsdp2":
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")

@@ -73,7 +73,7 @@ PEERS = ("zero3", "wrap", "ddp", "fsdp2", "minimal")
 MUON_PEERS = ("zero3-muon", "fsdp2-muon", "ddp-muon")
 NODE_PEERS = ("flat", "hybrid", "zero++", "fsdp2", "hsdp")
 STAGE_PEERS = ("zero3", "zero3-each", "zero3-step", "plain", "ddp", "fsdp2", "fsdp2-each")
-COMPILE_PEERS = ("zero3", "wrap", "wrap-bucket", "compile-eager", "compile-units", "compile",
+COMPILE_PEERS = ("zero3", "wrap", "wrap-units", "compile-eager", "compile-units", "compile",
                  "fsdp2", "fsdp2-compile", "ddp")
 COMPILE_CASES = ("gpt", "small-layers")
 # What of the package a step goes through.

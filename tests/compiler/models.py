@@ -274,31 +274,18 @@ class Fake:
 
     def __init__(self, name, layers, value, numel):
         self.name, self.layers, self.value, self.numel = name, layers, value, numel
-        self.whole, self.gathered, self.packed, self.grad = None, False, None, None
+        self.whole, self.gathered, self.grad = None, False, None
         self.reduced = self.most = 0
 
-    def gather(self, *others):
-        group = [self, *others]
-        for layer in group:
-            assert not layer.gathered, f"{layer.name} is gathered twice"
-            layer.gathered = True
-        if others:
-            for layer in group:
-                layer.packed = group
-        else:
-            self.whole = [self.value.clone()]
-        self.count()
+    def fetch_params(self):
+        assert not self.gathered, f"{self.name} is gathered twice"
+        self.gathered = True
+        self.whole = [self.value.clone()]
+        layers = self.layers.values()
+        self.most = max(self.most, sum(layer.numel for layer in layers if layer.whole))
 
     def wait(self):
         assert self.gathered, f"{self.name} is not gathered"
-        if self.packed:
-            # All of them are there twice, until the packed buffer is freed.
-            group = self.packed
-            for layer in group:
-                layer.whole = [layer.value.clone()]
-            self.count()
-            for layer in group:
-                layer.packed = None
         return self.whole
 
     def release(self):
@@ -318,13 +305,6 @@ class Fake:
         for layer in self.layers.values():
             if layer.reduced == "in flight":
                 layer.reduced = 1
-
-    def count(self):
-        layers = self.layers.values()
-        full = sum(layer.numel for layer in layers if layer.whole)
-        groups = {id(layer.packed): layer.packed for layer in layers if layer.packed}
-        full += sum(layer.numel for group in groups.values() for layer in group)
-        self.most = max(self.most, full)
 
     def shard_versions(self):
         return (0,)

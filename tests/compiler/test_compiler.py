@@ -453,7 +453,7 @@ def placed(folder):
         "halves": {"make": halves}, "replicas": {"mesh": mesh},
         "weights": {"mesh": Links(weights=Int8())},
         "links": {"mesh": Links(nodes, weights=Int8(), gradients=Int8(), secondary=True),
-                  "make": alone}}
+                  "make": alone, "bucket_bytes": 0}}
     found = {}
     for name, options in cases.items():
         torch.manual_seed(0)
@@ -472,8 +472,7 @@ def placed(folder):
 def test_tiers_meshes_and_data_types_are_those_of_hooks_to_the_bit(tmp_path):
     """
     CPU memory, files, replicas, weights and gradients that are encoded on their way, bf16 with fp32
-    masters, a loss scale and clipping; no buckets, and the least limit. Breaks if a packed gather
-    spans blocks of an encoding.
+    masters, a loss scale and clipping; no buckets, and the least limit.
     Proves I8, I9, `CompiledModel.__init__`.
     """
     for found in run(placed, 2, str(tmp_path)):
@@ -680,26 +679,16 @@ def test_keep_leaves_the_last_layers_full_for_backward():
     assert keep(*pair, FOUR, 9)[2] == [] and keep(*pair, FOUR, 40)[2] == [*"dcba"]
 
 
-def test_bucket_merges_neighbours_within_the_limit():
+def test_bucket_lets_a_reduce_wait_for_the_next_one():
     """
-    A packed buffer counts from its gather to the first wait for one of its layers, during which
-    they are there twice. Proves `bucket`, `passes._numel`, `_merge_reduces`, `insert_before`,
-    `insert_after`.
+    Proves `bucket`, `passes._numel`, `insert_before`, `insert_after`.
     """
-    forward, backward = [insert(graph) for graph in chain_graphs("abcd")]
-    merged = unchanged(lambda g: bucket(prefetch(g, FOUR, 80, []), FOUR, 40, 80, []), forward)
-    assert [layers_of(node) for node in find(merged, gather)] == [[*"abcd"]]
-    merged = bucket(forward, FOUR, 20, 40, [])
-    assert full_numel(merged, FOUR)[1:8] == [20, 40, 20, 20, 20, 10, 10]
-    assert names(prefetch(merged, FOUR, 40, [])).startswith(
-        "gather a b, wait a, gather c d, |, release a, wait b, |, release b, wait c, |")
-    assert [layers_of(node) for node in find(bucket(forward, FOUR, 20, 39, []), gather)] == [
-        [name] for name in "abcd"]
-    assert [layers_of(node) for node in find(bucket(forward, FOUR, 40, 10, []), gather)] == [
-        [name] for name in "abcd"]
-    merged = unchanged(lambda g: bucket(g, FOUR, 20, 40, []), backward)
+    backward = insert(chain_graphs("abcd")[1])
+    merged = unchanged(lambda g: bucket(g, FOUR, 20), backward)
     assert [layers_of(node) for node in find(merged, reduce, finish)] == [
         [*"dc"], [*"dc"], [*"ba"], [*"ba"]]
+    assert [layers_of(node) for node in find(bucket(backward, FOUR, 19), reduce)] == [
+        [name] for name in "dcba"]
 
 
 def test_sink_waits_for_a_reduce_when_the_next_one_begins():
@@ -791,7 +780,7 @@ def test_a_view_is_one_even_if_its_declaration_does_not_say_so():
 
 
 class Watching(Ledger):
-    """A ledger that counts full elements, in flight and packed ones too."""
+    """A ledger that counts full elements, in flight ones too."""
 
     def __init__(self, model):
         super().__init__(model)
@@ -802,8 +791,6 @@ class Watching(Ledger):
         units = self.model.units
         full = sum(len(flat.full) for unit in units if unit.is_fetched for flat in unit.flats
                    if flat.full.untyped_storage().nbytes())
-        packed = {unit.packed for unit in units if unit.packed}
-        full += sum(len(buffer) for each in packed for buffer in each.buffers)
         if self.events[-1].phase in self.full:
             phase = self.events[-1].phase
             self.full[phase] = max(self.full[phase], full)
@@ -842,7 +829,7 @@ def test_a_step_sends_what_its_graphs_say():
     """
     Order and bytes of each collective, read from the graphs and measured by a ledger; their sum, by
     the formula of the chapter; and full elements, counted and measured.
-    Proves I4, I7, `communication`, `CompiledUnit.gather`, `CompiledUnit.release`,
+    Proves I4, I7, `communication`, `CompiledUnit.release`,
     `CompiledUnit.begin_reduce`, `CompiledUnit.finish_reduce`, `Graphs`.
     """
     for several in run(sent_within, 3):
@@ -880,7 +867,7 @@ def test_small_neighbours_share_a_unit():
     The units in the head of `model.py`, and its formulas for what is sent, on ten layers, of which
     six share a unit. Backward finds two of them full and does not read the first, or it finds all.
     Breaks if the layers of a unit are gathered one by one.
-    Proves `CompiledModel.__init__`, `CompiledModel.layers_together`, `Zero3Model.layers_together`,
+    Proves `CompiledModel.__init__`, `_Wrapping._units_together`,
     `_units_together`.
     """
     # Of a layer, a rank sends half of its weights and biases.

@@ -26,7 +26,7 @@ P_\ell \;\le\; \text{limit} \qquad \text{for each operation } t$$
 
 | operation | meaning | a rank sends |
 |---|---|---|
-| `gather(a, b)` | start one all-gather for these layers | $N-1$ times their shards |
+| `gather(a)` | start to all-gather a | $N-1$ times its shard |
 | `wait(a)` | wait for it, and return the parameters of a | |
 | `release(a)` | free the full parameters of a | |
 | `collect(a, 0, g)` | add the gradient of parameter 0 to the flat gradient of a | |
@@ -37,9 +37,6 @@ P_\ell \;\le\; \text{limit} \qquad \text{for each operation } t$$
 | `reload(a)` | start to copy them back; the optimizer waits for it | |
 | `t = put_away(a, h)` | have an activation of a leave, and return a token for it | |
 | `h = bring(a, t)` | the activation again | |
-
-Layers that share an all-gather arrive in a packed buffer, as large as all of them (see
-`together.py`). The first `wait` for one of them takes memory for all, and frees the buffer.
 
 **Run this**: `notebooks/11_compiler.ipynb` prints the graphs of a small GPT, with the full elements
 during each operation.
@@ -95,7 +92,7 @@ class Operation:
 
 
 # The table at the head of this file says what they do. All ranks call `gather` and `reduce`.
-gather = Operation("gather")
+gather = Operation("gather", "fetch_params")
 wait = Operation("wait")
 release = Operation("release")
 collect = Operation("collect")
@@ -229,25 +226,15 @@ def full_numel(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ())
 
     * `numel` is what each layer has in full, with padding
     * `kept` are the layers that are whole before the first operation
-
-    A packed buffer counts from its `gather` to the first `wait` for one of its layers.
     """
     whole = set(kept)
-    # The layers that arrive in one packed buffer, by each of them.
-    packed: dict[str, list[str]] = {}
     found = []
     for node in graph.nodes:
-        layers = layers_of(node)
         if node.target is gather:
-            whole.update(layers)
-            if len(layers) > 1:
-                packed |= dict.fromkeys(layers, layers)
-        arriving = packed.get(layers[0], []) if node.target is wait else []
-        found.append(sum(numel[layer] for layer in (*whole, *arriving)))
-        # From now on they are whole, and the buffer is free.
-        arriving.clear()
+            whole.update(layers_of(node))
+        found.append(sum(numel[layer] for layer in whole))
         if node.target is release:
-            whole.remove(layers[0])
+            whole.difference_update(layers_of(node))
     return found
 
 

@@ -81,18 +81,12 @@ from zero3.in_flight import in_flight
 from zero3.offload.activations import Forward, LayerActivations, bring_back
 from zero3.optimizer.buckets import PlannedBucket
 from zero3.watch import in_backward
-from zero3.whole_model.together import (
-    LayerPlace,
-    Together,
-    can_share,
-    fetch_together,
-    neighbours,
-)
+from zero3.whole_model.together import Together
 from zero3.whole_model.units import Unit
 from zero3.whole_model.wrap import Classes, Zero3Model, wrap
 
 ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}
-_OPTIONS = ("leaf_classes", "offload", "device", "seed", "init", "checkpoint", "mesh",
+_OPTIONS = ("leaf_classes", "unit_bytes", "offload", "device", "seed", "init", "checkpoint", "mesh",
             "activations")
 # In a unit's `users` for code outside of graphs, until backward ends. A unit would leave before.
 _OUTSIDE: Any = object()
@@ -164,12 +158,6 @@ class CompiledUnit(Unit):
         self.reshard()
 
     # ------------------------------------------------------------------- operations of a graph
-
-    def gather(self, *others: Unit) -> None:
-        """
-        ### Unshard (all-gather) this layer and others
-        """
-        fetch_together([self, *others])
 
     def wait(self) -> list[torch.Tensor]:
         """
@@ -364,14 +352,13 @@ class CompiledModel(Zero3Model):
     unit_class = CompiledUnit
 
     def __init__(self, *args: Any, backend: str, limit_numel: int | None, bucket_bytes: int,
-                 unit_bytes: int, offload_states_bytes: int, is_chain: bool):
+                 offload_states_bytes: int, is_chain: bool):
         """
         ### Make the units, and choose how to compile them
 
         * `is_chain` says that each module of a chain is a layer
         """
         self.is_chain = is_chain
-        self.unit_bytes = unit_bytes
         self.limit_numel = MOST if limit_numel is None else limit_numel
         # Layers whose optimizer states leave for a while, as of the last compilation.
         self.leaving: list[str] = []
@@ -382,9 +369,9 @@ class CompiledModel(Zero3Model):
         layers = {"root" if unit is self.units[0] else unit.title: unit for unit in self.units}
         self.numel = {name: unit.numel for name, unit in layers.items()}
         itemsize = max(flat.full.itemsize for unit in self.units for flat in unit.flats)
-        self.bucket_numel = bucket_bytes // itemsize if can_share(self.comm) else 0
+        self.bucket_numel = bucket_bytes // itemsize if self.comm.world_size > 1 else 0
         if limit_numel is None:
-            # A layer and the next one; or a bucket that is packed, its layers, and the next bucket.
+            # A layer and the next one; or several small ones.
             room_numel = max(3 * self.bucket_numel, *(2 * unit.numel for unit in self.units[1:]))
             self.limit_numel = self.numel["root"] + room_numel
         on_cpu = self.units[0].device.type == "cpu"
@@ -399,17 +386,6 @@ class CompiledModel(Zero3Model):
         # Dynamo calls it while it traces. Elsewhere it stands for code that is not traced.
         skip_code(FreedParameter.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
         self._compile()
-
-    def layers_together(self, places: list[LayerPlace], rest_numel: int
-                        ) -> list[list[LayerPlace]]:
-        """
-        ### Small neighbours that share a unit, up to `unit_bytes`
-        """
-        if not (self.unit_bytes and can_share(self.comm)):
-            return []
-        most_numel = (self.limit_numel - rest_numel) / 2
-        traced = [place for place in places if self.is_chain or not place.is_leaf]
-        return neighbours(traced, self.unit_bytes, most_numel)
 
     def _number_units(self) -> None:
         """
@@ -582,7 +558,6 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
             backend: str = "inductor",
             limit_numel: int | None = None,
             bucket_bytes: int = 1 << 20,
-            unit_bytes: int = 0,
             offload_states_bytes: int = 0,
             **options: Any) -> CompiledModel:
     """
@@ -597,15 +572,11 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
       on a GPU; or "aot_eager", which gives the same bits as hooks
     * `limit_numel` is how many elements may be full at once. Left out, there is room for the rest
       and two layers, or three buckets, if they are larger; and more if an operation needs more
-    * `bucket_bytes` of small layers share an all-gather, and a reduce-scatter. With 0, or where
-      `wrap` would share none, each layer has its own
-    * `unit_bytes` of layers that follow each other share a unit, and with it a shard (see
-      `together.py`). The fused loop of AdamW rounds the last elements of a shard in another way, so
-      the last place may differ
+    * `bucket_bytes` of gradients share a reduce-scatter, at most
     * `offload_states_bytes` of optimizer states, rounded up to whole layers, rest in CPU memory
       while forward ends and backward begins (see `away.py`). On the CPU it does nothing
-    * `options` are further ones of `wrap`: `leaf_classes`, `offload`, `device`, `seed`, `init`,
-      `checkpoint`, `mesh`, `activations`
+    * `options` are further ones of `wrap`: `leaf_classes`, `unit_bytes`, `offload`, `device`,
+      `seed`, `init`, `checkpoint`, `mesh`, `activations`
 
     Raises `ValueError` for impossible arguments, `TypeError` for an option of `wrap` that is for
     hooks, and otherwise as `wrap`. The first forward pass raises an error if `limit_numel` is too
@@ -616,7 +587,6 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
     for name, value, least in (
             ("limit_numel", limit_numel, 1),
             ("bucket_bytes", bucket_bytes, 0),
-            ("unit_bytes", unit_bytes, 0),
             ("offload_states_bytes", offload_states_bytes, 0)):
         expect(whole(value, least) or (value is None and name == "limit_numel"),
                f"compile: `{name}`", f"a whole number of at least {least}", repr(value),
@@ -632,7 +602,7 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
                "model's layers", "none", "pass them; only an `nn.Sequential` can do without")
         options["leaf_classes"] = tuple({type(child) for child in model.children()})
     kind = partial(CompiledModel, backend=backend, limit_numel=limit_numel,
-                   bucket_bytes=bucket_bytes, unit_bytes=unit_bytes,
+                   bucket_bytes=bucket_bytes,
                    offload_states_bytes=offload_states_bytes, is_chain=layer_classes is None)
     return wrap(  # type: ignore[return-value]
         model, layer_classes or (), max_live_numel=limit_numel, kind=kind, **options)

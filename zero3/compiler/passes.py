@@ -12,8 +12,6 @@ gathers that overlap computation:
 |---|---|---|
 | `insert` | gather a, wait a, \|a, release a, gather b, wait b, \|b, release b, ... | 0 |
 | then `prefetch` | gather a, gather b, wait a, \|a, release a, gather c, wait b, \|b, ... | 3 |
-| or `bucket`, of 20 elements, limit 40 | gather a b, wait a, \|a, release a, wait b, \|b, ... | 0 |
-| and `prefetch` | gather a b, wait a, gather c d, \|a, release a, wait b, \|b, ... | 1 |
 
 The limit holds at every operation:
 
@@ -78,7 +76,7 @@ def improve(forward: fx.Graph, backward: fx.Graph | None, numel: dict[str, int],
     * `forward` and `backward` are traced graphs; without gradients there is no backward
     * `numel` is what each layer of the model has in full, with padding
     * `limit` is how many elements may be full at once
-    * `bucket_numel` is how many elements may share a collective; with 0 none do
+    * `bucket_numel` is how many elements may share a reduce-scatter; with 0 none do
 
     Returns the graphs before the first pass and after each one, and the layers that are kept for
     backward.
@@ -93,10 +91,8 @@ def improve(forward: fx.Graph, backward: fx.Graph | None, numel: dict[str, int],
         forward, backward, kept = keep(forward, backward, numel, limit)
         steps.append(("keep", forward, backward))
     if bucket_numel:
-        forward = bucket(forward, numel, bucket_numel, limit, [])
-        backward = backward and bucket(backward, numel, bucket_numel, limit, kept)
+        backward = backward and bucket(backward, numel, bucket_numel)
         steps.append(("bucket", forward, backward))
-    # After `bucket`, because gathers that have moved up leave no room for a packed buffer.
     forward = prefetch(forward, numel, limit, [])
     backward = backward and prefetch(backward, numel, limit, kept)
     steps.append(("prefetch", forward, backward))
@@ -189,38 +185,9 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
 
 
 @on_copies
-def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int, limit: int,
-           kept: list[str]) -> fx.Graph:
+def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int) -> fx.Graph:
     """
-    ## Merge the communication of small neighbours
-
-    A gather joins the one before it, as far as the limit admits, because the packed buffer takes
-    memory. A reduce waits for the one after it.
-    """
-    before: fx.Node | None = None
-    for node in find(graph, gather):
-        if before is not None and _numel(numel, before, node) <= bucket_numel:
-            alone = before.args
-            before.args = alone + node.args
-            if max(full_numel(graph, numel, kept)) <= limit:
-                graph.erase_node(node)
-                continue
-            before.args = alone
-        before = node
-    _merge_reduces(graph, numel, bucket_numel)
-    return graph
-
-
-def _numel(numel: dict[str, int], *nodes: fx.Node) -> int:
-    """
-    #### Elements of the layers that some operations are about
-    """
-    return sum(numel[layer] for node in nodes for layer in layers_of(node))
-
-
-def _merge_reduces(graph: fx.Graph, numel: dict[str, int], bucket_numel: int) -> None:
-    """
-    #### Let a reduce wait for the next one, while both are small
+    ## Let a reduce wait for the next one, while both are small
     """
     before: tuple[fx.Node, fx.Node] | None = None
     for pair in zip(find(graph, reduce), find(graph, finish), strict=True):
@@ -231,6 +198,14 @@ def _merge_reduces(graph: fx.Graph, numel: dict[str, int], bucket_numel: int) ->
             for node in pair:
                 node.args = together
         before = pair
+    return graph
+
+
+def _numel(numel: dict[str, int], *nodes: fx.Node) -> int:
+    """
+    #### Elements of the layers that some operations are about
+    """
+    return sum(numel[layer] for node in nodes for layer in layers_of(node))
 
 
 @on_copies

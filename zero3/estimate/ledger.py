@@ -67,7 +67,6 @@ class Ledger(Listener):
     |---|---|
     | fetch | an unshard starts: the buffer has its memory, the all-gather is in flight |
     | gathered | the unshard is complete |
-    | unpacked | units have taken their parameters out of an all-gather that they share |
     | compute, computed | the module starts and ends; in backward, the first gradient arrives |
     | gradients | the buffer for the layer's flat gradient has its memory |
     | reduce | a reduce-scatter starts; that of a bucket has its first layer's name |

@@ -66,14 +66,13 @@ after `release_all()`.
 
 import weakref
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero3.comm.collectives import Transfer, named_range
+from zero3.comm.collectives import named_range
 from zero3.comm.links import Links
 from zero3.guards.contents import uncompiled
 from zero3.layer import Zero3Layer
@@ -82,7 +81,7 @@ from zero3.offload.tiers import Offload
 from zero3.schedule import Schedule
 from zero3.sharded import Sharded
 from zero3.watch import Call, in_backward
-from zero3.whole_model.together import Packed, Together, fetch_together
+from zero3.whole_model.together import Together
 
 
 class Trace:
@@ -211,7 +210,6 @@ class Unit(StandIn, Zero3Layer):
     ## A layer of a whole model
     """
 
-    _gather: Transfer | Packed | None  # type: ignore[assignment]
     cure = ("call what `wrap` returned, and use the parameter in the forward of a module; where "
             "not all ranks do, `register_external_parameter`; build the optimizer after `wrap`")
     cure_for_new = ("add it to the plain model: `plain = model.destroy()`, change `plain`, `wrap` "
@@ -334,7 +332,7 @@ class Unit(StandIn, Zero3Layer):
         shared = [unit.title
                   for unit in self.externals if isinstance(unit.module, Together)]
         self.expect(not shared, "cannot be frozen by itself", "a layer with a shard of its own",
-                    f"one that is part of {shared}", "freeze it before `compile`, or leave "
+                    f"one that is part of {shared}", "freeze it before wrapping, or leave "
                     "`unit_bytes` out")
         return super().requires_grad_(requires_grad)
 
@@ -396,13 +394,6 @@ class Unit(StandIn, Zero3Layer):
             self.reducer.finish(self)
         super().fetch_params()
 
-    @property
-    def is_here(self) -> bool:
-        """
-        ### Whether there is nothing to gather: it is full, on its way, or has no parameters
-        """
-        return self.is_fetched or self.is_full_elsewhere or not self.flats
-
     def refresh(self) -> None:
         """
         ### Free it if it may be full of values from before a step
@@ -418,30 +409,6 @@ class Unit(StandIn, Zero3Layer):
         elif self.kept_for:
             # Backward has not come, and the optimizer may have stepped since.
             self.reshard()
-
-    def come_with(self, packed: Packed) -> None:
-        """
-        ### Come with other units, by an all-gather that has started
-        """
-        self._settle_at_end_of_backward()
-        self.reducer.finish(self)
-        self.is_fetched = True
-        self._gather = packed
-
-    @property
-    def packed(self) -> Packed | None:
-        """
-        ### The shared all-gather by which it comes, if it has not computed yet
-        """
-        return self._gather if isinstance(self._gather, Packed) else None
-
-    def held_tensors(self) -> Iterator[torch.Tensor | None]:
-        """
-        ### Memory that it holds, for a `Ledger`: the packed buffers too
-        """
-        yield from super().held_tensors()
-        if self.packed:
-            yield from self.packed.buffers
 
     def fetch_for_others(self) -> bool:
         """
@@ -588,7 +555,6 @@ class TracedOrder(Schedule):
         self.units: list[Unit] = []  # the root first
         self.prefetch_numel = 0  # elements that are gathered ahead, at most
         self.max_live_numel: int | None = None  # elements that are full at once, at most
-        self.bucket_numel = 0  # elements that share an all-gather, at most
         self.trace = Trace()
         self.stack: list[Unit] = []  # units that compute in forward, the innermost last
         self.steps = 0  # that optimizers have taken with the shards of these units
@@ -649,31 +615,15 @@ class TracedOrder(Schedule):
         """
         upcoming = self.trace.upcoming()
         self._make_room(wanted, upcoming)
-        self._fetch_all(wanted, upcoming)
+        for unit in wanted:
+            unit.fetch_params()
         for unit in self._soon(upcoming):
             if not self._fits([unit]):
                 break
-            self._fetch_all([unit], upcoming)
+            unit.fetch_params()
         after = next((unit for unit in upcoming if not unit.is_fetched), None)
         if after is not None:
             after.read_async()
-
-    def _fetch_all(self, wanted: list[Unit], upcoming: list[Unit]) -> None:
-        """
-        #### Gather these units, small ones together with the small ones that come after them
-
-        Up to `bucket_numel` elements share an all-gather, as far as they fit.
-        """
-        missing = [unit for unit in wanted if not unit.is_here]
-        if missing and self.bucket_numel:
-            following = (unit for unit in _unused(upcoming) if not unit.is_here)
-            bucket = _first(chain(missing, following), self.bucket_numel)
-            while not self._fits([*wanted, *bucket],
-                                 sum(unit.numel for unit in bucket)):
-                bucket.pop()
-            fetch_together(bucket)
-        for unit in wanted:
-            unit.fetch_params()
 
     def _make_room(self, wanted: list[Unit], upcoming: list[Unit]) -> None:
         """
@@ -687,11 +637,6 @@ class TracedOrder(Schedule):
         spare = sorted(unused, key=lambda unit: [*upcoming, unit].index(unit))
         while spare and not self._fits(wanted):
             spare.pop().reshard()
-        if not self._fits(wanted):
-            # A packed buffer of persistent units, or of wanted ones.
-            for unit in self.units:
-                if unit.packed:
-                    unit.packed.wait()
         wanted[0].expect(self._fits(wanted), "cannot be fetched", "at most `max_live_numel`, "
                          f"{self.max_live_numel:,} full elements",
                          f"{self.live_numel(wanted):,} with it", "raise the limit, wrap "
@@ -701,19 +646,14 @@ class TracedOrder(Schedule):
         """
         ### Elements of full parameters, those in flight and those of the wanted units included
         """
-        full_numel = sum(unit.numel for unit in self.units
-                         if unit.is_fetched or unit.is_full_elsewhere or unit in wanted)
-        # Packed buffers count beside their units.
-        packed = {unit.packed for unit in self.units if unit.packed}
-        return full_numel + sum(len(buffer) for each in packed for buffer in each.buffers)
+        return sum(unit.numel for unit in self.units
+                   if unit.is_fetched or unit.is_full_elsewhere or unit in wanted)
 
-    def _fits(self, wanted: list[Unit], packed_numel: int = 0) -> bool:
+    def _fits(self, wanted: list[Unit]) -> bool:
         """
-        #### Whether these units, and a packed buffer, may be full beside those that are
+        #### Whether these units may be full beside those that are
         """
-        if self.max_live_numel is None:
-            return True
-        return self.live_numel(wanted) + packed_numel <= self.max_live_numel
+        return self.max_live_numel is None or self.live_numel(wanted) <= self.max_live_numel
 
     def stays_full(self, unit: Any, call: Call | None) -> bool:
         """
@@ -728,9 +668,13 @@ class TracedOrder(Schedule):
                 return True
             if self.trace.follows():
                 upcoming = upcoming + self.trace.learnt.get("backward", [])
-        # The very next unit stays, because that takes no further memory.
-        following = next((each for each in upcoming if not each.users), None)
-        return unit is following or unit in self._soon(upcoming)
+        if isinstance(unit.module, Together) and self.trace.kind and not upcoming:
+            # Nobody knows what comes, but its layers follow each other.
+            layers = [each for each in self.units if unit in each.externals]
+            return self.trace.seen[-1] is not layers[0 if self.trace.kind == "backward" else -1]
+        # What the very next unit uses stays, because that takes no further memory.
+        following = next(((each, *each.externals) for each in upcoming if not each.users), ())
+        return unit in following or unit in self._soon(upcoming)
 
     def _soon(self, upcoming: list[Unit]) -> list[Unit]:
         """

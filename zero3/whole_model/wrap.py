@@ -19,7 +19,7 @@ $$\underbrace{P_{\text{root}}}_{\text{forward and backward}} + \;
 \;\ge\; \text{full elements at any moment}$$
 
 If units use each other's parameters, or are inside each other, $P_\ell$ counts all of them.
-Persistent units come on top, and the packed buffers of `bucket_numel` (see `together.py`).
+Persistent units come on top.
 
 A parameter with two names has one owner: the root if it has it, and otherwise the first unit that
 does. For the other units it is an external parameter.
@@ -35,6 +35,7 @@ says what a unit's module is, but not what the whole model is: ask `model.module
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -62,7 +63,7 @@ from zero3.optimizer.steps import after_steps
 from zero3.sharded import Sharded, ShardedModel, communicator
 from zero3.watch import tensors_in
 from zero3.whole_model.materialise import Source, save
-from zero3.whole_model.together import LayerPlace, Together, can_share
+from zero3.whole_model.together import LayerPlace, Together, neighbours
 from zero3.whole_model.units import StandIn, TracedOrder, Unit
 
 Classes = type | Iterable[type]
@@ -74,6 +75,7 @@ class Zero3Model(StandIn, ShardedModel):
     """
 
     unit_class = Unit
+    is_chain = False  # whether leaves are layers like others
 
     def __init__(self, model: nn.Module,
                  layer_classes: tuple[type, ...],
@@ -82,13 +84,15 @@ class Zero3Model(StandIn, ShardedModel):
                  prefetch_numel: int | None,
                  max_live_numel: int | None,
                  persist_below_numel: int,
-                 bucket_numel: int,
+                 unit_bytes: int,
                  offload: Offload,
                  mesh: DeviceMesh | Links | None,
                  activations: Activations | Offload | str | None):
         super().__init__()
         self.comm = communicator(mesh=mesh)
         self.order = TracedOrder()
+        self.unit_bytes = unit_bytes
+        self.order.max_live_numel = max_live_numel
         shard = partial(self.unit_class, order=self.order, device=source.device, offload=offload,
                         mesh=mesh, activations=activations)
         wrapping = _Wrapping(self, model, source, shard)
@@ -106,19 +110,9 @@ class Zero3Model(StandIn, ShardedModel):
         self._number_units()
         self._limit_live(max_live_numel, prefetch_numel)
         self.mark_persistent_parameters(persist_below_numel)
-        self.order.bucket_numel = bucket_numel if can_share(self.comm) else 0
         self._count_steps()
         connect(self)
         self.known = Known([self])
-
-    def layers_together(self, places: list[LayerPlace], rest_numel: int
-                        ) -> list[list[LayerPlace]]:
-        """
-        ### The layers that share a unit: none, unless a later chapter overrides this
-
-        * `places` are those of layers that may; `rest_numel` is what is outside of all layers
-        """
-        return []
 
     def _number_units(self) -> None:
         """
@@ -145,7 +139,6 @@ class Zero3Model(StandIn, ShardedModel):
         self.expect(max_live_numel is None or max_live_numel >= least_numel, "cannot be this "
                     "small", f"`max_live_numel` of at least {least_numel:,}, the rest and the "
                     "largest unit", max_live_numel, "raise it, or wrap smaller layers")
-        self.order.max_live_numel = max_live_numel
         self.order.prefetch_numel = largest_numel if prefetch_numel is None else prefetch_numel
 
     def _count_steps(self) -> None:
@@ -354,7 +347,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
          prefetch_numel: int | None = None,
          max_live_numel: int | None = None,
          persist_below_numel: int = 0,
-         bucket_numel: int = 0,
+         unit_bytes: int = 0,
          offload: Offload | str | None = None,
          device: torch.device | str | None = None,
          seed: int = 0,
@@ -378,8 +371,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
     * `max_live_numel` is how many elements of full parameters there are at once, at most, but for
       `full_params` and `save`; left out, any number
     * `persist_below_numel`: as for `mark_persistent_parameters`
-    * `bucket_numel` is how many elements of small units share an all-gather, at most: see
-      `together.py`
+    * `unit_bytes` of layers that follow each other share a unit, at most: see `together.py`
     * `offload`, `mesh` and `activations` are as for `Zero3Layer`
     * `device` is where the model is made; left out, where it is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
@@ -399,7 +391,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
             ("prefetch_numel", prefetch_numel, 0),
             ("max_live_numel", max_live_numel, 1),
             ("persist_below_numel", persist_below_numel, 0),
-            ("bucket_numel", bucket_numel, 0),
+            ("unit_bytes", unit_bytes, 0),
             ("seed", seed, -MOST)):
         left_out = value is None and name in ("prefetch_numel", "max_live_numel")
         expect(left_out or whole(value, least), f"wrap: `{name}`",
@@ -409,7 +401,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
     source = Source(torch.device(device or at), seed, init, checkpoint,
                     getattr(model, "_init_weights", None))
     wrapped = kind(model, classes_of(layer_classes), classes_of(leaf_classes), source,
-                   prefetch_numel, max_live_numel, persist_below_numel, bucket_numel,
+                   prefetch_numel, max_live_numel, persist_below_numel, unit_bytes,
                    Offload.of(offload), mesh, activations and Activations.of(activations))
     # From now on, attributes that are not its own are set on the plain model.
     wrapped.order.units = wrapped.units
@@ -483,15 +475,21 @@ class _Wrapping:
         """
         #### Make the units that have the parameters of several layers
         """
+        owner = self.owner
+        if not owner.unit_bytes or owner.comm.world_size == 1:
+            return []
         layers = {place.layer for place in places}
         tied = {t for t, names in self.names.items() if len(names) > 1}
         # Layers without units inside of them, whose tensors have one name each.
         may_share = [place for place in places
-                     if tied.isdisjoint(place.layer.parameters())
+                     if (owner.is_chain or not place.is_leaf)
+                     and tied.isdisjoint(place.layer.parameters())
                      and layers.intersection(place.layer.modules()) == {place.layer}]
         rest_numel = sum(p.numel() for p in self.owners)
+        # There has to be room for two of them.
+        most_numel = ((owner.order.max_live_numel or math.inf) - rest_numel) / 2
         return [self._unit(Together(shared), "", leaf=False)
-                for shared in self.owner.layers_together(may_share, rest_numel)]
+                for shared in neighbours(may_share, owner.unit_bytes, most_numel)]
 
     def _unit(self, layer: nn.Module, path: str, leaf: bool) -> Unit:
         """
