@@ -867,8 +867,7 @@ def test_small_neighbours_share_a_unit():
     The units in the head of `model.py`, and its formulas for what is sent, on ten layers, of which
     six share a unit. Backward finds two of them full and does not read the first, or it finds all.
     Breaks if the layers of a unit are gathered one by one.
-    Proves `CompiledModel.__init__`, `_Wrapping._units_together`,
-    `_units_together`.
+    Proves `CompiledModel.__init__`, `_Wrapping._units_together`.
     """
     # Of a layer, a rank sends half of its weights and biases.
     half = (64 * 64 + 64) // 2
