@@ -225,13 +225,13 @@ class Zero3Layer(Sharded):
         layer. `_wait_params` waits for it. All ranks must call this. A rank sends its shard to each
         other rank, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
+        # If backward reaches it a second time, a reduce may still be in flight. It comes first: it
+        # sends the flat gradient, and on the CPU the others arrive in `flat.full`.
+        self.reducer.finish(self)
         # A prefetch may have started it already.
         if self.is_fetched or self.is_full_elsewhere or not self.flats:
             return
         self._settle_at_end_of_backward()
-        # If backward reaches the layer a second time, its reduce may still be in flight. Finish it
-        # first: it sends the flat gradient, and on the CPU the others arrive in `flat.full`.
-        self.reducer.finish(self)
         self.is_fetched = True
         # Gather into the *same storage* every time. The parameters are views of it, and so are the
         # tensors that autograd saved in forward, which are valid again in backward.

@@ -109,7 +109,7 @@ def test_no_option_changes_the_numbers(case):
     """
     Whatever is fetched ahead or stays. A persistent unit that is not gathered again after a step
     would train on the weights from before.
-    Proves I1, I7, `Unit.fetch_params`, `Unit._backup_grads`, `Unit.choose_receive_buffers`,
+    Proves I1, I7, `Zero3Layer.fetch_params`, `Unit._backup_grads`, `Unit.choose_receive_buffers`,
     `TracedOrder`,
     `Zero3Model.mark_persistent_parameters`.
     """
@@ -248,7 +248,7 @@ def test_what_persists_is_gathered_once_for_all_micro_batches():
     """
     Two micro-batches gather each layer four times, the last one twice, and the root's twice; what
     persists once. These are the messages saved.
-    Proves `Zero3Model.mark_persistent_parameters`, `Unit.fetch_params`, `Unit._release`.
+    Proves `Zero3Model.mark_persistent_parameters`, `Zero3Layer.fetch_params`, `Unit._release`.
     """
     events, units, _, messages = run(tape_of, 2, "Plain", 3, 2, {"persist_below_numel": 0})[0]
     counts = [fetches(events).count(label) for label, _ in units]
@@ -1247,7 +1247,7 @@ def test_what_persists_is_gathered_again_after_a_change_of_its_shards_and_of_not
     """
     A step of another model's optimizer, on one rank even, changes nothing; a write into a shard
     does.
-    Proves `Unit.fetch_params`, `Zero3Model`, `ShardedModel.get_trainable_chunk`.
+    Proves `Zero3Layer.fetch_params`, `Zero3Model`, `ShardedModel.get_trainable_chunk`.
     """
     assert run(foreign_step, 2) == [0.0, 0.0]
 

@@ -385,15 +385,6 @@ class Unit(StandIn, Zero3Layer):
 
     # -------------------------------------------------------------------------------- fetch, free
 
-    def fetch_params(self) -> None:
-        """
-        ### Unshard (all-gather)
-        """
-        if self.is_fetched:
-            # It may have gradients in flight.
-            self.reducer.finish(self)
-        super().fetch_params()
-
     def refresh(self) -> None:
         """
         ### Free it if it may be full of values from before a step
