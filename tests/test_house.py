@@ -50,7 +50,7 @@ ROWS = (
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
 MOST = {"": 949, "beside": 413, "checkpoint": 1241, "comm": 959, "compiler": 856, "compression":
         781, "estimate": 654, "guards": 564, "inject": 709, "offload": 911, "optimizer": 1127,
-        "pipeline": 754, "train": 893, "whole_model": 788}
+        "pipeline": 754, "train": 893, "whole_model": 784}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1499
 MOST_ANY = 280
