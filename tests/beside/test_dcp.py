@@ -387,6 +387,42 @@ def test_small_parameters_and_a_rate_that_is_a_tensor(tmp_path):
     assert run(small, 1, tmp_path)[0] == ([], pytest.approx(0.01))
 
 
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def counts(folder):
+    """What differs from plain PyTorch after a step with its states"""
+    torch.manual_seed(0)
+    plain, model = nn.Sequential(Scaled()), wrap(nn.Sequential(Scaled()), Scaled)
+    one = torch.optim.NAdam(plain.parameters(), eps=1e-3)
+    for step in range(2):
+        if step:
+            dcp.save(state_of(plain, one), checkpoint_id=folder)
+        plain(batch(step)).square().mean().backward()
+        one.step()
+        one.zero_grad()
+    optimizer = Zero3Optimizer(model, torch.optim.NAdam, lr=1.0, eps=1e-3)
+    load_dcp(folder, model, optimizer)
+    train(model, optimizer, [1])
+    with model.full_params() as params:
+        return close(params, dict(plain.named_parameters()))
+
+
+def test_a_count_of_a_parameter_without_dimensions_is_no_moment(tmp_path):
+    """
+    NAdam keeps a product for each parameter, as a tensor without dimensions, and so is the scale.
+    The first rank has nothing of it. Breaks where equal shapes make the product a moment.
+    Proves `DcpFolder`.
+    """
+    assert max(run(counts, 2, tmp_path)) < 1e-6
+
+
 def muon(folder):
     """Two optimizers of torch's, and one of ours that steps matrices whole; both ways"""
     def of_torchs(seed):

@@ -435,6 +435,9 @@ class DcpFolder:
         self.keys, self.options = _dcp_keys(self.metadata)
         sizes = {name: self.entries[dcp_key].size
                  for (name, key), dcp_key in self.keys.items() if key == "param"}
+        # A count of a parameter without dimensions looks like a moment, so look at the others.
+        counts = {"step", *(key for (name, key), dcp_key in self.keys.items()
+                            if getattr(self.entries[dcp_key], "size", 0) == () != sizes.get(name))}
         self.tensors: dict[str, Like] = {}
         scalars: DcpKeys = {}
         for (name, key), dcp_key in sorted(self.keys.items()):
@@ -442,7 +445,7 @@ class DcpFolder:
             # An object that is no tensor has none.
             size = getattr(entry, "size", None)
             keys = self.tensors.setdefault(name, {})
-            if key == "step" or size is None or size != sizes.get(name, size):
+            if key in counts or size is None or size != sizes.get(name, size):
                 scalars[name, key] = dcp_key
             else:
                 keys[key] = (entry.properties.dtype, tuple(size))
