@@ -193,6 +193,10 @@ def lonely(accelerator, folder, x):
     one = Zero3Sequential([Zero3Layer(nn.Linear(2, 2), rank=0, world_size=1)])
     found["one rank"] = refused(lambda: accelerator.prepare(one))
     model = small()
+    accelerator.prepare(model, *(torch.optim.SGD([shard]) for shard in model.get_trainable_chunk()))
+    found["two"] = refused(lambda: accelerator.save_state(folder / "two"))
+    accelerator.free_memory()
+    model = small()
     optimizer = torch.optim.AdamW(model.get_trainable_chunk(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     weights = []
@@ -288,13 +292,15 @@ def test_mixed_precision_takes_a_model_in_bf16(ours):
 def test_what_cannot_be_right_is_an_error(ours):
     """
     Each says what to do. Breaks if a plain `Accelerator` does something else in silence.
-    Proves `Accelerator.__init__`, `Accelerator.clip_grad_value_`, `pairs.check`.
+    Proves `Accelerator.__init__`, `Accelerator.clip_grad_value_`, `pairs.check`,
+    `check_rest`.
     """
     for name, cure in {
             "fp16": "loss_scale", "bf16": "model.bfloat16()", "compile": "zero3.compile",
             "part": "model.clip_grad_norm_", "other clip": "clip_grad_norm=2.0",
             "value": "clip by the norm", "whose": "optimizer.optimizer.backward",
-            "alone": "pass both to `prepare`", "one rank": "before `wrap`"}.items():
+            "alone": "pass both to `prepare`", "two": "no other one steps",
+            "one rank": "before `wrap`"}.items():
         for found in ours:
             assert cure in found[name], (name, found[name])
 

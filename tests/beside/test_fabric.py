@@ -102,6 +102,10 @@ def parts(folder):
     found["three"] = three_weights(ours)
     found["torch"] = with_torchs_optimizer(ours, folder)
     found["alone"] = refused(lambda: ours.save(folder / "alone", {"optimizer": optimizer}))
+    second = torch.optim.SGD(sharded.get_trainable_chunk()[:1])
+    found["second"] = refused(lambda: ours.save(folder / "alone", {
+        "model": model, "optimizer": optimizer, "second": second}))
+    found["torch's alone"] = refused(lambda: ours.save(folder / "alone", {"second": second}))
     found["raw"] = refused(lambda: ours.load_raw(folder / "whole/rest.ckpt", model))
     found["offloaded"] = offloaded(ours)
     one = Zero3Sequential([Zero3Layer(nn.Linear(2, 2), rank=0, world_size=1)])
@@ -210,11 +214,13 @@ def test_each_call_is_right_alone(ours):
 def test_what_cannot_be_right_is_an_error(ours):
     """
     Each says what to do. Breaks if Fabric does something else in silence.
-    Proves `Zero3Strategy.setup_module`, `look_at_wrapper`, `elsewhere`.
+    Proves `Zero3Strategy.setup_module`, `look_at_wrapper`, `elsewhere`, `check_rest`,
+    `pairs.steps`.
     """
     for name, cure in {
             "DDP": "Zero3Strategy", "one rank": "before `wrap`", "mixed": "model.bfloat16()",
             "value": "clip_grad_norm=", "norm": "error_if_nonfinite=False",
-            "alone": "pass both", "raw": "zero3.load"}.items():
+            "alone": "pass both", "second": "group_by=", "torch's alone": "pass both",
+            "raw": "zero3.load"}.items():
         for found in ours:
             assert cure in found[name], (name, found[name])

@@ -56,7 +56,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
-from zero3.beside.pairs import check, optimizer_of
+from zero3.beside.pairs import check, check_rest, optimizer_of
 from zero3.checkpoint.save_load import load, save
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.sharded import ShardedModel, comm_of
@@ -263,10 +263,8 @@ class Accelerator(accelerate.Accelerator):
         self._pairs = {model: self._optimizer_of(model) for model in models
                        if isinstance(model, ShardedModel)}
         plain = [each for each in optimizers if each.optimizer not in self._pairs.values()]
-        lost = [each for each in plain if isinstance(each, Prepared)]
-        check(not lost, "the Accelerator cannot save or load an optimizer alone", "its model, as "
-              "`prepare` has returned it", f"{len(lost)} of unknown models",
-              "pass both to `prepare`: what `wrap` has returned, and an optimizer on it")
+        check_rest("the Accelerator", [each.optimizer for each in plain], self._pairs,
+                   "pass both to `prepare`: what `wrap` has returned, and an optimizer on it")
         self._models = [each for each in models if each not in self._pairs]
         self._optimizers = plain
         try:

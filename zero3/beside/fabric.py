@@ -48,7 +48,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero3.beside.pairs import check, optimizer_of
+from zero3.beside.pairs import check, check_rest, optimizer_of
 from zero3.checkpoint.save_load import load, save
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.sharded import ShardedModel, comm_of
@@ -71,6 +71,7 @@ class Zero3Strategy(DDPStrategy):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        self.models: list[ShardedModel] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         # Whom Fabric asks for `no_backward_sync`.
         self._backward_sync_control = self
@@ -104,6 +105,7 @@ class Zero3Strategy(DDPStrategy):
               "the strategy cannot train this model in mixed precision",
               "`precision=\"bf16-true\"`", precision, "call `model.bfloat16()` before "
               "`wrap`; `Zero3Optimizer` keeps fp32 masters")
+        self.models.append(module)
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -190,8 +192,6 @@ class Zero3Strategy(DDPStrategy):
                  for name, model in state.items() if isinstance(model, ShardedModel)}
         ours = {id(each) for pair in pairs.values() for each in pair}
         rest = {name: each for name, each in state.items() if id(each) not in ours}
-        lost = [name for name, each in rest.items() if isinstance(each, Zero3Optimizer)]
-        check(not lost, "the strategy cannot save or load an optimizer alone",
-              "its model beside it", lost,
-              "pass both, as `{\"model\": model, \"optimizer\": optimizer}`")
+        check_rest("the strategy", [each for each in optimizers if id(each) not in ours],
+                   self.models, "pass both, as `{\"model\": model, \"optimizer\": optimizer}`")
         return pairs, rest, Path(path) / REST if pairs else path

@@ -8,7 +8,7 @@ $$\text{parameters of the optimizer} \cap \text{shards of the model} \ne \emptys
 
 **Run this**: `python -m pytest tests/beside`.
 
-**Not covered, and what that costs**: two optimizers on one model. The first one is taken.
+**Not covered, and what that costs**: two optimizers on one model train it, and cannot be saved.
 """
 
 from collections.abc import Iterable
@@ -27,14 +27,32 @@ def optimizer_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
     """
     ## The optimizer of a sharded model, if it is one of these
     """
-    shards = {*model.get_trainable_chunk()} if isinstance(model, ShardedModel) else set()
-    for optimizer in optimizers:
-        # Its parameters are its masters, which may be other tensors than the shards.
-        if isinstance(optimizer, Zero3Optimizer) and optimizer.model is model:
-            return optimizer
-        if not shards.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
-            return optimizer
-    return None
+    return next((each for each in optimizers
+                 if isinstance(model, ShardedModel) and steps(each, model)), None)
+
+
+def steps(optimizer: torch.optim.Optimizer, model: ShardedModel) -> bool:
+    """
+    ## Whether an optimizer steps shards of this model
+    """
+    shards = {*model.get_trainable_chunk()}
+    # The parameters of a `Zero3Optimizer` are its masters, which may be other tensors.
+    return getattr(optimizer, "model", None) is model or not shards.isdisjoint(
+        p for group in optimizer.param_groups for p in group["params"])
+
+
+def check_rest(who: str, rest: Iterable[torch.optim.Optimizer], models: Iterable[ShardedModel],
+               cure: str) -> None:
+    """
+    ## Refuse to save or load an optimizer of shards without its model
+
+    * `rest` are the optimizers in no pair: all ranks would load the states of rank 0
+    """
+    lost = [type(each).__name__ for each in rest if isinstance(each, Zero3Optimizer)
+            or any(steps(each, model) for model in models)]
+    check(not lost, f"{who} cannot save or load an optimizer alone", "with each optimizer its "
+          "model, which no other one steps", lost,
+          f"{cure}; in place of several take one `Zero3Optimizer`, with `group_by=`")
 
 
 def check(good: bool, what: str, expected: object, got: object, cure: str) -> None:
