@@ -5,6 +5,7 @@ The oracle is a loop of plain PyTorch on one process, with the whole batch.
 """
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -212,6 +213,9 @@ def lonely(accelerator, folder, x):
         with model.full_params() as params:
             weights.append(torch.cat([p.detach().flatten().clone() for p in params.values()]))
     found["torch"] = bool((weights[0] != weights[1]).any()), torch.equal(weights[1], weights[2])
+    alive = weakref.ref(model)
+    model, optimizer, params = accelerator.free_memory(model, optimizer, params)
+    found["freed"] = alive() is None
     return found
 
 
@@ -253,12 +257,13 @@ def test_a_loaded_state_goes_on_as_if_nothing_had_happened(folder, ours):
 def test_each_call_is_right_alone(folder, ours):
     """
     DDP around the plain model and nothing around the sharded one; full gradients are held back,
-    unless each micro-batch is reduced; all weights and buffers are on the first rank.
+    unless each micro-batch is reduced; all weights and buffers are on the first rank. A model that
+    was saved can be freed.
     Proves `Accelerator.prepare_model`, `Accelerator.no_sync`, `Accelerator.get_state_dict`.
     """
     for rank, found in enumerate(ours):
         assert found["kinds"] == ("Zero3Model", "Prepared", "DistributedDataParallel")
-        assert found["unwrapped"]
+        assert found["unwrapped"] and found["freed"]
         assert (found["held", 0], found["held", 1]) == (True, False)
         assert (found["each", 0], found["each", 1]) == (False, False)
         assert found["dict"] == (rank == 0, True, 0 if rank else 9)

@@ -4,9 +4,11 @@
 The oracle is a loop of plain PyTorch on one process, with the whole batch.
 """
 
+import gc
 import importlib.util
 import shutil
 import tempfile
+import weakref
 
 import pytest
 import torch
@@ -100,7 +102,9 @@ def parts(folder):
     found["norm"] = refused(lambda: ours.clip_gradients(model, optimizer, max_norm=1.0))
     optimizer.zero_grad()
     found["three"] = three_weights(ours)
-    found["torch"] = with_torchs_optimizer(ours, folder)
+    *found["torch"], alive = with_torchs_optimizer(ours, folder)
+    gc.collect()
+    found["freed"] = alive() is None
     found["alone"] = refused(lambda: ours.save(folder / "alone", {"optimizer": optimizer}))
     second = torch.optim.SGD(sharded.get_trainable_chunk()[:1])
     found["second"] = refused(lambda: ours.save(folder / "alone", {
@@ -159,7 +163,8 @@ def with_torchs_optimizer(ours, folder):
         if each == 2:
             ours.load(folder / "torch", state)
         weights.append(weights_after(model, optimizer, ours))
-    return bool((weights[0] != weights[1]).any()), torch.equal(weights[1], weights[2])
+    return (bool((weights[0] != weights[1]).any()), torch.equal(weights[1], weights[2]),
+            weakref.ref(sharded))
 
 
 @pytest.fixture(scope="module")
@@ -192,18 +197,19 @@ def test_a_resumed_run_is_the_uninterrupted_one(folder, ours):
     assert off(folder, "fewer-model", "whole-model") < 1e-6
     for found in ours:
         assert found["epoch"] == found["resumed"] == 2
-        assert found["torch"] == (True, True)
+        assert found["torch"] == [True, True]
 
 
 def test_each_call_is_right_alone(ours):
     """
     A plain model goes into DDP, a sharded one stays what it is. Full gradients wait while
-    `no_backward_sync` is on, and the norm is that of both ranks. Shards in CPU memory stay there.
+    `no_backward_sync` is on, and the norm is that of both ranks. Shards in CPU memory stay there. A
+    model that is not used any more is freed.
     Proves `Zero3Strategy.setup_module`, `Zero3Strategy.module_to_device`,
     `Zero3Strategy.no_backward_sync`.
     """
     for rank, found in enumerate(ours):
-        assert found["plain"] is DistributedDataParallel and found["same"]
+        assert found["plain"] is DistributedDataParallel and found["same"] and found["freed"]
         assert (found["held", True], found["held", False]) == (True, False)
         # As in the head of the chapter.
         assert found["three"] == (4.0 if rank else 3.0, 5.0)

@@ -272,6 +272,8 @@ class Accelerator(accelerate.Accelerator):
         finally:
             self._models = models
             self._optimizers = optimizers
+            # `free_memory` does not know of these.
+            self._pairs = {}
 
     def _save_shards(self, models: list, weights: list, folder: str) -> None:
         """

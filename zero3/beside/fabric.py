@@ -44,6 +44,7 @@ each accepts strategies of its own classes only.
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -71,8 +72,9 @@ class Zero3Strategy(DDPStrategy):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.models: list[ShardedModel] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
+        # Not the only references, because a program may be done with a model.
+        self.models: WeakSet[ShardedModel] = WeakSet()
+        self.optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         # Whom Fabric asks for `no_backward_sync`.
         self._backward_sync_control = self
 
@@ -105,14 +107,14 @@ class Zero3Strategy(DDPStrategy):
               "the strategy cannot train this model in mixed precision",
               "`precision=\"bf16-true\"`", precision, "call `model.bfloat16()` before "
               "`wrap`; `Zero3Optimizer` keeps fp32 masters")
-        self.models.append(module)
+        self.models.add(module)
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """
         ### Take an optimizer as it is, and remember it for `no_backward_sync`
         """
-        self.optimizers.append(optimizer)
+        self.optimizers.add(optimizer)
         return optimizer
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
