@@ -36,7 +36,14 @@ from zero3 import Zero3Layer, Zero3Optimizer, load, save, wrap
 from zero3.checkpoint.convert import main
 from zero3.checkpoint.entries import Entries
 from zero3.checkpoint.formats import _MetadataUnpickler, from_tensors
-from zero3.checkpoint.reader import _LOCKED, MANIFEST, CheckpointReader, file_name, newest
+from zero3.checkpoint.reader import (
+    _LOCKED,
+    MANIFEST,
+    CheckpointReader,
+    file_name,
+    lock_folder,
+    newest,
+)
 from zero3.checkpoint.save_load import _random_states
 from zero3.checkpoint.tensor_files import TensorFile, check_name
 from zero3.guards.command_line import one_line
@@ -553,6 +560,24 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path, capsys):
         assert command(what[0], folder, folder, *what[1:]) == 1
         assert "has checkpoints in it" in capsys.readouterr().err
     assert sorted(os.listdir(folder)) == ["step-00000002", "step-00000003"]
+
+
+def test_a_run_with_many_folders_keeps_few_of_them_open(tmp_path):
+    """
+    The `Trainer` has a folder for each checkpoint. The last one is locked. Breaks where every lock
+    is kept: after a thousand checkpoints the system opens no more files.
+    Proves `lock_folder`.
+    """
+    folders = [tmp_path / f"{i}" for i in range(200)]
+    before = len(os.listdir("/proc/self/fd"))
+    for folder in folders:
+        folder.mkdir()
+        lock_folder(folder)
+    assert len(os.listdir("/proc/self/fd")) <= before + 64
+    fd = os.open(folders[-1], os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(fd)
 
 
 def test_a_file_system_that_locks_no_folder_gets_a_warning(tmp_path, monkeypatch):

@@ -39,9 +39,8 @@ here.
 have to give some ranks the same rows. `accumulate` holds back full gradients until the last
 micro-batch, as `Zero3Optimizer.no_sync` does, 4 bytes for each fp32 parameter on every rank.
 `GradientAccumulationPlugin(sync_each_batch=True)` reduces after each micro-batch. A checkpoint's
-shards are complete or absent, but accelerate writes its own files beside them one by one. Each
-folder that a run saves to stays locked, and costs one open file. An optimizer of torch's on shards
-is saved right only if its model went through `prepare` too.
+shards are complete or absent, but accelerate writes its own files beside them one by one. An
+optimizer of torch's on shards is saved right only if its model went through `prepare` too.
 """
 
 import math

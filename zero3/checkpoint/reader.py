@@ -81,6 +81,8 @@ PART_NUMEL = 1 << 20
 
 # The descriptors of the folders that this process has locked, by device and inode.
 _LOCKED: dict[tuple[int, int], int] = {}
+# A run may save each checkpoint to a folder of its own, and a process may open 1,024 files.
+_MOST_LOCKED = 64
 
 
 def commit_checkpoint(partial: Path, manifest: "Manifest") -> Path:
@@ -153,7 +155,7 @@ def clean_up_interrupted_saves(folder: Path) -> None:
 
 def lock_folder(folder: Path) -> None:
     """
-    ## Keep other runs from saving into a folder until this process ends
+    ## Keep other runs from saving into a folder until this process ends, or has locked 64 others
 
     Raises `Broken` if another run has locked the folder. Warns if the file system cannot lock it.
     """
@@ -161,6 +163,8 @@ def lock_folder(folder: Path) -> None:
     key = stat.st_dev, stat.st_ino
     if key in _LOCKED:
         return
+    if len(_LOCKED) == _MOST_LOCKED:
+        os.close(_LOCKED.pop(next(iter(_LOCKED))))
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
