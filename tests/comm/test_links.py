@@ -502,6 +502,23 @@ def test_a_rank_that_diverges_is_an_error_on_every_node(options):
     assert "on rank 3" in said[1] and "on rank 3" in said[2]
 
 
+def exact_on_one_rank():
+    layer = Zero3Layer(nn.Linear(8, 8), mesh=Links(weights=Int8()))
+    if dist.get_rank():
+        return message(lambda: layer(torch.ones(1, 8)))
+    return message(layer.full_params().__enter__)
+
+
+def test_a_rank_that_wants_exact_weights_alone_is_told():
+    """
+    Breaks where both gathers are announced alike: one is longer, and gloo ends the process.
+    Proves I6, `LinkedCommunicator.all_gather`.
+    """
+    exact, rounded = run(exact_on_one_rank, 2)
+    assert "Expected: gather without rounding of" in exact and "Got: gather of" in exact
+    assert "Expected: gather of" in rounded and "Got: gather without rounding of" in rounded
+
+
 # ------------------------------------------------------------------------------------- checkpoints
 
 

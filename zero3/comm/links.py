@@ -250,7 +250,9 @@ class LinkedCommunicator(Communicator):
                 self._forget(full for full, _ in pairs)
             near = all(id(full) in self._kept for full, _ in pairs)
             groups = [self.group] if near else [*self.sharers]
-            action = "gather from the node" if near else "gather"
+            # A rank in `full_params()` and one in forward expect other bytes of the same layer.
+            action = ("gather from the node" if near else
+                      "gather without rounding" if exact and self.links.weights else "gather")
             # All memory first: after an error here nothing is in flight.
             rows = [self._travelling(full, self._rows_to_fill(sender, full, shard), exact)
                     for full, shard in pairs]

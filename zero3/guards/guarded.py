@@ -34,7 +34,7 @@ from zero3.guards.options import Named
 Thing = TypeVar("Thing")
 # What a rank may be about to do. An announcement has the index in this tuple.
 ACTIONS = ("gather", "reduce", "norm", "fault", "exchange", "gather from the node", "pieces",
-           "save or load")
+           "save or load", "gather without rounding")
 # The `layer_idx` of a sender that has no place in a chain or a model.
 ALONE = -1
 
