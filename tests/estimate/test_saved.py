@@ -27,14 +27,16 @@ def toy_gpt(folder, keep, micro_batches, where):
     """The GPT of the main job: predicted and measured"""
     # More than a mask, the tokens and the statistics of a norm.
     below_bytes = 8 * ROWS * (CONFIG.seq_len + 1) + 1
+    states_in = None
     if where == "files":
-        where = Activations(Offload("nvme", folder), below_bytes=below_bytes, keep=keep)
+        states_in = Offload("nvme", folder)
+        where = Activations(states_in, below_bytes=below_bytes, keep=keep)
     saved = on_meta(lambda: gpt.gpt_layers(CONFIG), ROWS, CONFIG.seq_len, dtype=torch.long,
                     below_bytes=below_bytes)
     torch.manual_seed(0)
     model = Zero3Sequential([Zero3Layer(layer, activations=where)
                              for layer in gpt.gpt_layers(CONFIG)])
-    optimizer = Zero3Optimizer(model)
+    optimizer = Zero3Optimizer(model, offload=states_in)
     predicted = predict_optimizer(optimizer, micro_batches, saved=activations(saved, keep))
     for _ in range(2):
         with Ledger(model, optimizer) as tape:
@@ -52,7 +54,8 @@ def test_formula_prediction_and_ledger_agree_for_the_toy_gpt(keep, micro_batches
     With $b$ rows of $s$ tokens, $d$ features and $a$ heads a block of the main job saves
     $4b(s(15d + as) + 6d)$ bytes, where $6d$ are two tokens more of queries, keys and values that
     its convolutions make. The head saves $8bsd$, and the embedding nothing of this size. Breaks if
-    the next layer's input counts twice, or if a micro-batch is forgotten.
+    the next layer's input counts twice, if a micro-batch is forgotten, or if the blocks of the
+    threads count, whose `Offload` has the optimizer's states too.
     Proves `saved_bytes`, `saved.activations`, `predict_optimizer`, `predict`, `Ledger`.
     """
     b, s, d, a = ROWS, CONFIG.seq_len, CONFIG.d_model, CONFIG.n_heads

@@ -17,9 +17,9 @@ $$\text{live} = \sum_{\text{distinct storages } s} \text{bytes}(s)
 
 **Run this**: `make train`; its table and `tape.png` are drawn from a `Ledger`.
 
-**Not covered, and what that costs**: activations in memory, and memory that is taken and given back
-between two events. On an accelerator times are the host's, which queues the work long before the
-device does it.
+**Not covered, and what that costs**: activations and their threads' blocks, and memory that is taken
+and given back between two events. On an accelerator times are the host's, which queues the work
+long before the device does it.
 """
 
 import time

@@ -93,7 +93,7 @@ class Prediction:
     messages: int
     order_bytes: int  # announcements, by which ranks check that they run the same order
     pool_bytes: int = 0  # buffers that files are read into and written from
-    disk_bytes: int = 0  # size of the files
+    disk_bytes: int = 0  # size of the files, without those of activations
     activation_bytes: int = 0  # saved by autograd, at most in memory, beside `peak_bytes`
     out_bytes: int = 0  # of activations that leave in a step
     in_bytes: int = 0  # of those that come back

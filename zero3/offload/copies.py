@@ -69,9 +69,9 @@ class Shelves(Buffers):
         super().__init__(folder, direct, queue_depth, block_bytes, owner)
         self.idle: list[File] = []
         self.blocks: queue.LifoQueue[torch.Tensor] = queue.LifoQueue()
-        self.memory = [aligned(block_bytes) for _ in range(queue_depth)]
-        for block in self.memory:
-            self.blocks.put(block)
+        # Not in `memory`: they belong to activations, which a `Ledger` leaves out.
+        for _ in range(queue_depth):
+            self.blocks.put(aligned(block_bytes))
 
     def take(self, nbytes: int) -> File:
         """
