@@ -49,8 +49,25 @@ def models():
                         freeze(line(3, 64))],
         "tiny": [line(7, 1, bias=False), nn.Dropout(0.0), line(1, 1), line(1, 1, bias=False)],
         "one": [line(7, 7)],
-        "buffers": [line(7, 9), nn.BatchNorm1d(9), line(9, 2)],
+        "buffers": [line(7, 9), nn.BatchNorm1d(9), *shared_buffers(9), line(9, 2)],
     }
+
+
+class Buffers(nn.Module):
+    def __init__(self, **buffers):
+        super().__init__()
+        self.line = nn.Linear(9, 9)
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x):
+        return self.line(x)
+
+
+def shared_buffers(numel):
+    """Two layers with one mask, of which one also has a part of it and a sparse one"""
+    mask = torch.ones(numel)
+    return [Buffers(mask=mask), Buffers(mask=mask, first=mask[:2], edges=torch.eye(3).to_sparse())]
 
 
 def measure(name, moments):
@@ -80,8 +97,9 @@ def measure(name, moments):
 @pytest.mark.parametrize("name", models())
 def test_the_formulas_give_the_bytes_at_rest_at_the_peak_and_on_the_wire(name, world_size):
     """
-    Breaks with any buffer kept an event longer, any gather too many, any copy of a layer.
-    Proves I2, I3, I4, `predict`, `Step`, `StepLayer`, `describe`, `formulas._parts`.
+    Breaks with any buffer kept an event longer, any gather too many, any copy of a layer; and if a
+    buffer that two layers share counts twice.
+    Proves I2, I3, I4, `predict`, `Step`, `StepLayer`, `describe`, `formulas._parts`, `storages`.
     """
     for moments, step_bytes in ((2, 4), (0, 0)):
         p = predict(describe(models()[name]), world_size, moments=moments, step_bytes=step_bytes)
@@ -239,7 +257,7 @@ def live_tensor_bytes():
         if issubclass(type(thing), torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 for tensor in (thing, thing.grad if thing.is_leaf else None):
-                    if tensor is not None:
+                    if tensor is not None and tensor.layout == torch.strided:
                         storage = tensor.untyped_storage()
                         storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zero3.estimate.ledger import storages
 from zero3.layer import Zero3Sequential
 from zero3.sharded import Sharded
 
@@ -90,8 +91,12 @@ def describe(layers: Zero3Sequential | Iterable[nn.Module]) -> list[LayerSpec]:
 
     * `layers` is a `Zero3Sequential`, or a list of modules, each of which will be wrapped
     """
-    chain = layers.module_list if isinstance(layers, Zero3Sequential) else layers
-    return [LayerSpec(_parts(layer), sum(b.nbytes for b in layer.buffers())) for layer in chain]
+    chain = [*(layers.module_list if isinstance(layers, Zero3Sequential) else layers)]
+    # Several layers may share a buffer. The last of them counts it.
+    buffers = {key: (i, nbytes) for i, layer in enumerate(chain)
+               for key, nbytes in storages(layer.buffers()).items()}
+    return [LayerSpec(_parts(layer), sum(nbytes for last, nbytes in buffers.values() if last == i))
+            for i, layer in enumerate(chain)]
 
 
 def _parts(layer: nn.Module) -> tuple[Part, ...]:

@@ -17,13 +17,13 @@ $$\text{live} = \sum_{\text{distinct storages } s} \text{bytes}(s)
 
 **Run this**: `make train`; its table and `tape.png` are drawn from a `Ledger`.
 
-**Not covered, and what that costs**: activations and their threads' blocks, and memory that is taken
-and given back between two events. On an accelerator times are the host's, which queues the work
-long before the device does it.
+**Not covered, and what that costs**: activations and their threads' blocks, sparse buffers, and
+memory that is taken and given back between two events. On an accelerator times are the host's,
+which queues the work long before the device does it.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,9 +201,15 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
     """
     ## Bytes of the distinct storages that modules and optimizers hold
     """
-    tensors = [tensor for part in _parts(holders) for tensor in _held_by(part)]
-    storages = [t.untyped_storage() for t in tensors if t is not None]
-    return sum({s._cdata: s.nbytes() for s in storages}.values())
+    return sum(storages(tensor for part in _parts(holders) for tensor in _held_by(part)).values())
+
+
+def storages(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
+    """
+    ## The bytes of each storage, by the address of torch's object for it
+    """
+    found = [t.untyped_storage() for t in tensors if t is not None and t.layout == torch.strided]
+    return {storage._cdata: storage.nbytes() for storage in found}
 
 
 def disk_bytes(*holders: Any) -> int:
