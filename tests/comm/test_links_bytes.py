@@ -349,8 +349,8 @@ def test_nodes_replicas_and_encodings_are_not_predicted():
     for said in run(refused, 2):
         assert len(said) == 5
         assert all("cannot predict. Expected: one group of ranks, without encodings, and an "
-                   "elementwise step. Got: nodes, replicas, encodings or owners of whole "
-                   "parameters. What to do: measure with `Ledger`." in each
+                   "elementwise step. Got: nodes, replicas, encodings, split parameters or "
+                   "owners of whole parameters. What to do: measure with `Ledger`." in each
                    for each in said), said
 
 

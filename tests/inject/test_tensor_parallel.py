@@ -40,7 +40,7 @@ from zero3.comm.mesh import groups_of
 from zero3.comm.order import Group
 from zero3.comm.parts import WeightPart, part_of
 from zero3.estimate.ledger import Ledger
-from zero3.estimate.predict import predict
+from zero3.estimate.predict import predict, predict_optimizer
 from zero3.estimate.splitting import Transformer
 from zero3.inject import inject, policies, restore
 from zero3.inject.cross_entropy import chunked_cross_entropy
@@ -522,6 +522,10 @@ def measured(shape):
     place = mesh["tensor"].get_local_rank()
     found = predict(sizes.specs(t, place, 8), n, stage3=True)
     shards = sum(shard.nbytes for shard in model.get_trainable_chunk())
+    if t > 1:
+        # It knows nothing of the activations that they exchange.
+        with pytest.raises(RuntimeError, match=r"cannot predict.*split parameters"):
+            predict_optimizer(optimizer)
     # The norm over tensor ranks is 8 bytes more.
     return ((sent, tape.sent_bytes - sent, shards),
             (activations, found.sent_bytes + 8 * (t - 1), found.param_bytes))
@@ -533,9 +537,9 @@ def test_a_step_sends_and_keeps_what_the_estimate_says(shape):
     Activations by the formula, and weights, gradients and norms as `predict` says for what a rank
     has, of the sizes alone: 13 tokens on two ranks are six and seven.
     Breaks if a sum is sent twice, or a part has another size.
-    Proves I4, `Line.all_reduce`, `Line.all_gather`, `connect`, `Transformer`, `Transformer.specs`,
-    `Transformer.activation_bytes`, `Transformer.whole_numel`, `Transformer.split_numel`,
-    `Transformer.norm_numel`.
+    Proves I4, `predict_optimizer`, `Line.all_reduce`, `Line.all_gather`, `connect`, `Transformer`,
+    `Transformer.specs`, `Transformer.activation_bytes`, `Transformer.whole_numel`,
+    `Transformer.split_numel`, `Transformer.norm_numel`.
     """
     for measured_bytes, estimated in run(measured, shape[0] * shape[1], shape):
         assert measured_bytes == estimated

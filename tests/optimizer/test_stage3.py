@@ -1009,7 +1009,8 @@ def test_a_second_optimizer_has_its_own_reduce_dtype():
 
 def test_what_cannot_be_predicted_is_refused_and_not_wrong():
     """
-    A layer that stands alone, a layer in a layer, and momentum in one param group only.
+    A layer that stands alone, a layer in a layer, momentum in one param group only, and a layer
+    that was frozen since: its states stay.
     Proves `predict_optimizer`.
     """
     class Inner(nn.Module):
@@ -1026,6 +1027,11 @@ def test_what_cannot_be_predicted_is_refused_and_not_wrong():
     ):
         with pytest.raises(RuntimeError, match=r"cannot predict. Expected: a Zero3Sequential of"):
             predict_optimizer(Zero3Optimizer(model, **options))
+    model = shard([nn.Linear(2, 2), nn.Linear(2, 2)])
+    optimizer = Zero3Optimizer(model)
+    model.module_list[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="some that were frozen or unfrozen since"):
+        predict_optimizer(optimizer)
 
 
 def test_a_loss_in_fp16_is_refused_where_the_scale_is_no_number_of_fp16():

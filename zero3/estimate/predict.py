@@ -57,8 +57,8 @@ written.
 
 **Not covered, and what that costs**: activations that nobody has counted with `saved.py`. Nodes,
 replicas and encodings are refused; measure them with a `Ledger`. The numbers are off for layers
-outside a `Zero3Sequential`, for parameters without a gradient or moments, and for a bucket with two
-half-precision data types. With files, they are off if only the last layer of a chain trains.
+outside a `Zero3Sequential`, inputs that need a gradient, parameters without a gradient or moments,
+and a bucket with two data types. With files, they are off if only the last layer of a chain trains.
 """
 
 from collections import Counter
@@ -123,8 +123,8 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
     * `saved` are the activations of a micro-batch, as for `predict`
 
     Raises `RuntimeError` if the model is not a `Zero3Sequential` of plain layers with one
-    `Offload`, if param groups keep different states, or with nodes, replicas, encodings or
-    parameters that are stepped whole.
+    `Offload`, if param groups keep different states, if other parameters train than when the
+    optimizer was built, or with nodes, replicas, encodings, split or whole parameters.
     """
     modules = getattr(optimizer.model, "module_list", ())
     chain = [layer for layer in modules if getattr(layer, "flats", ())]
@@ -141,10 +141,15 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
     elsewhere = [layer.offload for layer in chain if isinstance(layer.offload, Offload)]
     plain = (comm.group.size == comm.world_size and comm.replicas.size == 1
              and not (links and (links.weights or links.gradients))
-             and not any(each.frozen for each in elsewhere) and not optimizer.owners.wholes)
+             and not any(each.frozen for each in elsewhere) and not optimizer.owners.wholes
+             and comm.stages.size == 1)
     optimizer.expect(plain, "cannot predict", "one group of ranks, without encodings, and an "
-                     "elementwise step", "nodes, replicas, encodings or owners of whole parameters",
-                     "measure with `Ledger`")
+                     "elementwise step", "nodes, replicas, encodings, split parameters or owners "
+                     "of whole parameters", "measure with `Ledger`")
+    optimizer.expect(
+        {*optimizer.model.get_trainable_chunk()} == {each.shard for each in optimizer.shard_states},
+        "cannot predict", "the trainable parameters that it was built with", "some that were "
+        "frozen or unfrozen since", "predict before that, or measure with `Ledger`")
     ((moments, step_bytes),) = kept
     found = predict(
         describe(modules), comm.world_size, moments=moments, step_bytes=step_bytes,
