@@ -86,7 +86,7 @@ class Accelerator(accelerate.Accelerator):
         """
         super().__init__(*args, **kwargs)
         # The sharded models and their optimizers, while a state is saved or loaded.
-        self._pairs: dict[nn.Module, torch.optim.Optimizer | None] = {}
+        self._pairs: dict[ShardedModel, torch.optim.Optimizer | None] = {}
         self.register_save_state_pre_hook(self._save_shards)
         self.register_load_state_pre_hook(self._load_shards)
         check(self.mixed_precision in ("no", "bf16"),

@@ -146,10 +146,11 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
     optimizer.expect(plain, "cannot predict", "one group of ranks, without encodings, and an "
                      "elementwise step", "nodes, replicas, encodings, split parameters or owners "
                      "of whole parameters", "measure with `Ledger`")
-    optimizer.expect(
-        {*optimizer.model.get_trainable_chunk()} == {each.shard for each in optimizer.shard_states},
-        "cannot predict", "the trainable parameters that it was built with", "some that were "
-        "frozen or unfrozen since", "predict before that, or measure with `Ledger`")
+    trained = {shard for layer in chain for shard in layer.get_trainable_chunk()}
+    optimizer.expect(trained == {each.shard for each in optimizer.shard_states},
+                     "cannot predict", "the trainable parameters that it was built with",
+                     "some that were frozen or unfrozen since",
+                     "predict before that, or measure with `Ledger`")
     ((moments, step_bytes),) = kept
     found = predict(
         describe(modules), comm.world_size, moments=moments, step_bytes=step_bytes,
