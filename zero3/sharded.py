@@ -277,9 +277,8 @@ class ShardedModel(Trained, Named):
         An optimizer of torch's takes these: `torch.optim.AdamW(model.get_trainable_chunk())`.
         """
         # Each once, also if a layer is in a chain twice.
-        layers = [layer for _, layer in self.named_layers()]
         return list(dict.fromkeys(
-            chunk for layer in layers for chunk in layer.get_trainable_chunk()))
+            chunk for _, layer in self.named_layers() for chunk in layer.get_trainable_chunk()))
 
     def named_layers(self) -> Iterator[tuple[str, Sharded]]:
         """
@@ -302,8 +301,7 @@ class ShardedModel(Trained, Named):
                 # Enter each layer once. If it is in a chain twice, it has names for both places.
                 if layer not in params:
                     params[layer] = stack.enter_context(layer.full_params(writeback))
-                for name, p in params[layer].items():
-                    found[prefix + name] = p
+                found |= {prefix + name: p for name, p in params[layer].items()}
             yield found
 
 

@@ -781,10 +781,13 @@ def by_parts():
     """What torch's clipping says, and the step after it, without shards, and with one for all."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
     said = []
-    for sharded in (False, True):
-        model = networks(mesh)
-        if sharded:
-            model = wrap(model, FeedForward, mesh=mesh["shard"])
+    for kind in ("alone", "wrap", "chain"):
+        # A plain model that is alive beside the chain of its layers.
+        model = plain = networks(mesh)
+        if kind == "wrap":
+            model = wrap(plain, FeedForward, mesh=mesh["shard"])
+        elif kind == "chain":
+            model = Zero3Sequential([Zero3Layer(each, mesh=mesh["shard"]) for each in plain])
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
         for clips in (False, True):
@@ -814,14 +817,45 @@ def test_gradients_of_split_weights_are_not_clipped_by_the_norm_of_a_part():
     """
     Each rank would clip by another factor, and weights that all ranks have would drift apart. So a
     step compares the gradients of such weights. With ZeRO-3 on one rank beside the split, torch's
-    norm is of a part, too. An overflow in one rank's part is one for all.
+    norm is of a part, too, in a chain that no optimizer of ours knows. An overflow in one rank's
+    part is one for all.
     Breaks if a rank steps with gradients that the others do not have.
-    Proves `_compare_gradients`, `ShardGradient`, `_agree_on_overflow`.
+    Proves `_compare_gradients`, `ShardGradient`, `_agree_on_overflow`, `connect`.
     """
-    for alone, sharded, scale in run(by_parts, 2):
+    for alone, *sharded, scale in run(by_parts, 2):
         assert "ranks (0, 1) all have" in alone and "`Zero3Optimizer(clip_grad_norm=)`" in alone
-        assert "the part that this rank has" in sharded and "model.clip_grad_norm_" in sharded
+        for text in sharded:
+            assert "the part that this rank has" in text and "model.clip_grad_norm_" in text
         assert scale == 2.0
+
+
+def of_two_chains():
+    """Norms of two chains with a layer in common, and those of plain models."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    torch.manual_seed(0)
+    plain = [FeedForward(WIDTH, 12, 0.0) for _ in range(2)]
+    layers = [Zero3Layer(inject(copy.deepcopy(each), [policies.tensor_parallel(mesh["tensor"])]),
+                         mesh=mesh["shard"]) for each in plain]
+    chains = [Zero3Sequential(layers[:count]) for count in (1, 2)]
+    norms = []
+    for count, chain in enumerate(chains, 1):
+        other = nn.Sequential(*plain[:count])
+        for each in (chain, other):
+            each.zero_grad()
+            each(torch.ones(3, WIDTH)).square().sum().backward()
+        norms.append((float(chain.clip_grad_norm_(1.0)),
+                      float(nn.utils.clip_grad_norm_(other.parameters(), 1.0))))
+    return norms
+
+
+def test_two_chains_of_split_layers_have_the_norms_of_plain_models():
+    """
+    Each layer has a policy of its own, and one is in both chains. Breaks if the second chain counts
+    a bias that all ranks have once for each of them.
+    Proves `connect`, `parts._counted`.
+    """
+    for norms in run(of_two_chains, 2):
+        assert all(found == pytest.approx(plain) for found, plain in norms), norms
 
 
 class Looks(nn.Module):

@@ -440,8 +440,8 @@ class LinkedCommunicator(Communicator):
             totals = [each.view(self.across.size, -1)[self.across.rank] for each in sums]
             if self.links.has_nodes:
                 totals = [total.clone() for total in totals]
-            pairs = [(total, total) for total in totals]
-            transfer = self.begin([group], [sender], "exchange", pairs)
+            transfer = self.begin(
+                [group], [sender], "exchange", [(total, total) for total in totals])
             transfer.add = partial(self._add_in, group)
             for i, each in enumerate(sums):
                 transfer.pairs[i] = (totals[i], self._send_sums(transfer, group, each, totals[i]))

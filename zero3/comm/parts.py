@@ -141,13 +141,12 @@ def whole_values(module: nn.Module) -> Iterator[None]:
     try:
         for name, part in parts.items():
             # NaN, so that values which nobody draws are noticed.
-            whole = own[name].detach().new_full(part.shape, torch.nan)
-            module._parameters[name] = nn.Parameter(whole, own[name].requires_grad)
+            module._parameters[name] = nn.Parameter(
+                own[name].detach().new_full(part.shape, torch.nan), own[name].requires_grad)
         yield
         for name, part in parts.items():
-            values: Any = module._parameters[name]
-            taken = part.take(values.detach())
-            own[name].detach().copy_(taken.view_as(own[name]))
+            mine = own[name].detach()
+            mine.copy_(part.take(module.get_parameter(name).detach()).view_as(mine))
     finally:
         module._parameters.update(own)
 
@@ -156,7 +155,7 @@ def connect(model: nn.Module) -> None:
     """
     ## Tell the layers of a sharded model who has the other parts of its weights
 
-    All ranks must call it. The first call all-gathers the ranks' numbers.
+    A chain and `wrap` call it, on all ranks (all-gather of the ranks' numbers, once a model).
 
     Raises `RuntimeError` if the model is sharded over ranks that have other parts of it, if it has
     stages of a pipeline, or if it is a single layer in no chain.
@@ -165,23 +164,29 @@ def connect(model: nn.Module) -> None:
     own = [vars(m.module if is_sharded(m) else m) for m in modules]
     lines = {each["line"] for each in own if "line" in each}
     layers = [module for module in modules if is_sharded(module) and module.flats]
-    if not lines or not layers or layers[0].comm.stages.same_layers:
+    if not lines or not layers:
         return
-    (line,) = lines
+    # Each layer may have a policy of its own.
+    (group,) = {line.group for line in lines}
     first = layers[0]
-    both = {*line.group.ranks} & {*first.comm.ranks}
+    # A chain, or the model that `wrap` returned.
+    owner: Any = next(m for m in modules if hasattr(m, "get_trainable_chunk"))
+    joined = first.comm.stages.same_layers
+    # A layer may be in two chains, and then both are told.
+    if joined and (owner is first or all(line.model is owner for line in lines)):
+        return
+    both = {*group.ranks} & {*first.comm.ranks}
     first.expect(both == {first.comm.global_rank}, "is sharded over ranks that have other parts of "
                  "it", "ranks with the same parts", f"ranks {sorted(both)} in both meshes",
                  "wrap it with `mesh=mesh[\"shard\"]`, and split it over `mesh[\"tensor\"]`")
-    first.expect(first.comm.stages.size == 1, "has split weights", "a model without a pipeline",
-                 "stages of a pipeline", "leave one of the two out")
-    # A chain, or the model that `wrap` returned.
-    owner: Any = next(m for m in modules if hasattr(m, "get_trainable_chunk"))
+    first.expect(joined or first.comm.stages.size == 1, "has split weights",
+                 "a model without a pipeline", "stages of a pipeline", "leave one of the two out")
     first.expect(owner is not first, "has split weights", "a `Zero3Sequential`, or `wrap`",
                  "a layer that is in no chain", "put it in a chain, also if it is the only one")
-    owner.comm = first.comm.join(line.group)
-    line.model = owner
-    if line.group.rank > 0:
+    owner.comm = first.comm.join(group)
+    for line in lines:
+        line.model = owner
+    if group.rank > 0:
         for layer in layers:
             for flat in layer.flats:
                 flat.counted = _counted(layer, flat)
@@ -193,10 +198,9 @@ def _counted(layer: Guarded, flat: FlatParameter) -> list[slice]:
 
     All ranks have the parameters that are not split, as norms. Those of the first rank count.
     """
-    first = layer.comm.rank * len(flat.shard)
-    shard = slice(first, first + len(flat.shard))
-    ranges = [inside(shard, slice(slot.offset, slot.end))
-              for slot in flat.slots if part_of(layer.module, slot.names[0]) is not None]
+    shard = slice(layer.comm.rank * len(flat.shard), (layer.comm.rank + 1) * len(flat.shard))
+    ranges = (inside(shard, slice(slot.offset, slot.end))
+              for slot in flat.slots if part_of(layer.module, slot.names[0]) is not None)
     return [each for each in ranges if each.start < each.stop]
 
 

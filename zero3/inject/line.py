@@ -274,7 +274,7 @@ def _compare_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     line = vars(split[0])["line"] if split else None
     if line is None or line.size == 1 or line.model is not None:
         return
-    parts = {id(module._parameters[name])
+    parts = {id(module._parameters.get(name))
              for module in split for name in vars(module)["parts"]}
     stepped = {id(p)
                for group in optimizer.param_groups for p in group["params"]}
