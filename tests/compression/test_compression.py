@@ -498,6 +498,33 @@ def test_masks_on_ranks_are_exact_and_those_of_one_process(ranks, cases, tmp_pat
         assert messages == digits * others
 
 
+def beside(scope):
+    """How much is pruned of two sharded layers and a plain one"""
+    plain = layers()
+    compress(plain, {"*": [Prune(0.5, scope=scope)]})
+    sharded_layers = [Zero3Layer(layer) for layer in plain[:2]]
+    model = nn.Sequential(*sharded_layers, plain[2])
+    model(rows(batches(1)[0])).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    with sharded_layers[0].full_params(), sharded_layers[1].full_params():
+        weights = [t for name, t in computed(model).items() if name.endswith("weight")]
+    return [int((t == 0).sum()) for t in weights]
+
+
+def both_beside():
+    return [beside(scope) for scope in ("layer", "global")]
+
+
+def test_a_plain_layer_beside_sharded_ones_is_counted_once():
+    """
+    Half of its elements are pruned, and half of all if they share a threshold. Breaks if each rank
+    counts them.
+    Proves `own_keys`.
+    """
+    for alone, together in run(both_beside, 2):
+        assert alone == [33, 44, 20] and sum(together) == 97
+
+
 # -------------------------------------------------------------------------------------- training
 
 

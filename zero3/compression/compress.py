@@ -349,12 +349,12 @@ def _put(module: Weighted, methods: list[Method]) -> None:
     if of_weight:
         parametrize.register_parametrization(
             module, "weight", Compressed(of_weight, module), unsafe=True)
-    has_bias = getattr(module, "bias", None) is not None
     for method in methods:
         if isinstance(method, QuantisedInput):
             module.compressed_input = method
             module.register_forward_pre_hook(_round_input, with_kwargs=True)
-        if has_bias and isinstance(method, PrunedParts) and method.rule.kind == "row":
+        if (isinstance(method, PrunedParts) and method.rule.kind == "row"
+                and getattr(module, "bias", None) is not None):
             parametrize.register_parametrization(module, "bias", PrunedBias(method), unsafe=True)
 
 

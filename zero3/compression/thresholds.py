@@ -95,10 +95,12 @@ def own_keys(prunings: list[PrunedElements]) -> Iterator[tuple[PrunedElements, t
     A stage of a pipeline yields none of the weights of other stages.
     """
     by_param = {id(pruned.original): pruned for pruned in prunings}
+    layers = layers_of(pruned.original for pruned in prunings)
     for pruned in prunings:
-        if layer_of(pruned.original) is None:
+        # Beside sharded layers all ranks have a plain one, and the first rank counts it.
+        if layer_of(pruned.original) is None and all(layer.comm.rank == 0 for layer in layers):
             yield pruned, pruned.keys(pruned.original.detach().reshape(-1))
-    for layer in layers_of(pruned.original for pruned in prunings):
+    for layer in layers:
         layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
                      "weights that are gathered as they are", f"{layer.comm.links}", "prune rows, "
                      "channels or heads; or leave `weights` out of `Links`")
