@@ -39,6 +39,7 @@ from zero3.checkpoint.reader import Param, merge_parts, newest
 from zero3.comm.mesh import groups_of
 from zero3.comm.order import Group
 from zero3.comm.parts import WeightPart, part_of
+from zero3.compression import Quantize, compress
 from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import predict, predict_optimizer
 from zero3.estimate.splitting import Transformer
@@ -665,6 +666,12 @@ def other_conv1d():
     return model
 
 
+def compressed_elsewhere():
+    model = nn.ModuleList([FeedForward(WIDTH, 12, 0.0), nn.Linear(WIDTH, 12)])
+    compress(model, {"1": [Quantize(of="input")]})
+    return model
+
+
 def other_sequences():
     model = Encoded()
     model.encoder.layers[1].src_attn = MultiHeadAttention(2, WIDTH, 0.0)
@@ -685,6 +692,7 @@ def across_positions():
 
 UNFIT = {
     "adapted": "its Adapted has a `forward` of its own",
+    "compressed_elsewhere": "layers that `compress` has changed",
     "other_conv1d": "its Scaled has a `forward` of its own",
     "one_head": "query.heads` is 1, for 2 ranks", "llama_with_dropout": "another mask",
     "other_on_each_rank": "the same `1.layer1.weight` on all ranks",
@@ -714,8 +722,8 @@ def refused():
 def test_a_model_that_cannot_be_split_is_refused_and_stays_as_it_was():
     """
     Also with `strict=False`: a model of which half is split computes something else. Layers with
-    another forward, heads and weights that cannot be divided, and modules of a stream that may need
-    all positions.
+    another forward, heads and weights that cannot be divided, modules of a stream that may need all
+    positions, and compressed layers that stay whole.
     Proves `tensor_parallel`, `Line.prepare`, `_check_ties`, `Stream.problems`, `Split.problem`,
     `Weights.unfit`.
     """

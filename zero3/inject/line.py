@@ -187,6 +187,10 @@ class Line:
         All ranks must call it (all-gather of names, broadcast of values). Raises `ValueError` if a
         weight is also used by a module that is not split, and on all ranks if the models differ.
         """
+        # Also if that layer stays whole: each of these ranks would count its elements.
+        expect(not any(vars(module).keys() >= {"rule", "compression"}
+                       for module in model.modules()), "tensor_parallel", "a plain model", "layers "
+               "that `compress` has changed", "leave one of the two out")
         patterns = {module: options.pattern for module, options in classes.items()}
         _check_ties(model, patterns)
         self.patterns.update(patterns)
@@ -285,8 +289,7 @@ def _compare_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
              for p in model.parameters()
              if id(p) in stepped and id(p) not in parts
              and p.grad is not None]
-    own = torch.stack([zero, *norms]).norm()
-    every = line.all_gather(own)
+    every = line.all_gather(torch.stack([zero, *norms]).norm())
     # An accelerator may add up in another order.
     alike = torch.allclose(every, every[:1], rtol=1e-5, equal_nan=True)
     expect(alike, "a step of a split model", "the same gradients of the weights that ranks "
