@@ -43,6 +43,8 @@ from zero3.compression.weights import (
 )
 from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import predict_optimizer
+from zero3.inject import inject, policies
+from zero3.inject.tensor import Pattern
 from zero3.optimizer.steps import after_steps
 from zero3.pipeline import Pipeline
 
@@ -511,15 +513,32 @@ def beside(scope):
     return [int((t == 0).sum()) for t in weights]
 
 
+def beside_split(scope):
+    """How much is pruned of a layer in a chain with one that ranks split"""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tensor", "shard"))
+    linear = nn.Linear(8, 8)
+    compress([linear], {"*": [Prune(0.5, scope=scope)]})
+    pattern = Pattern(columns=("0",), rows=("2",))
+    network = inject(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)),
+                     [policies.tensor_parallel(mesh["tensor"], {nn.Sequential: pattern})])
+    model = sharded([linear, network], mesh=mesh["shard"])
+    optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.0)
+    step(model, optimizer, torch.ones(2, 8))
+    with model.full_params():
+        return int((linear.weight == 0).sum())
+
+
 def both_beside():
+    assert [beside_split(scope) for scope in ("layer", "global")] == [32, 32]
     return [beside(scope) for scope in ("layer", "global")]
 
 
 def test_a_plain_layer_beside_sharded_ones_is_counted_once():
     """
-    Half of its elements are pruned, and half of all if they share a threshold. Breaks if each rank
-    counts them.
-    Proves `own_keys`.
+    Half of its elements are pruned, and half of all if they share a threshold; and half of a whole
+    layer in front of a split one. Breaks if each rank counts them.
+    Proves `own_keys`, `Compression.find_thresholds`.
     """
     for alone, together in run(both_beside, 2):
         assert alone == [33, 44, 20] and sum(together) == 97

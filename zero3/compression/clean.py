@@ -389,8 +389,7 @@ def _tensors(modules: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
     """
     #### The tensors of a model that are saved, each module's once
     """
-    saved = modules[""].state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in saved.items()
+    return {name: tensor for name, tensor in modules[""].state_dict(keep_vars=True).items()
             if name.rpartition(".")[0] in modules and isinstance(tensor, torch.Tensor)}
 
 

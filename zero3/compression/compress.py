@@ -242,7 +242,9 @@ class Compression:
             layer = layers[0]
             # The other rows are of replicas, with the same shards.
             rows = layer.comm.numbers(layer, counts)[: layer.comm.world_size]
-            return layer.comm.over_stages(layer, rows.sum(dim=0)).sum(dim=0)
+            counts = layer.comm.over_stages(layer, rows.sum(dim=0))
+            # Ranks that split other layers have the same shards of this one.
+            return counts[: 1 if layer.comm.stages.same_layers else None].sum(dim=0)
 
         # A stage may have none of the weights.
         none = torch.empty(0, dtype=torch.int64, device=groups[0][0].state.device)
