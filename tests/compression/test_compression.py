@@ -1044,6 +1044,32 @@ def test_a_compressed_module_may_end_a_sharded_layer():
     assert torch.allclose(on_ranks, torch.tensor(ending("plain")).expand(2, -1), rtol=1e-3)
 
 
+class Keeps(nn.Linear):
+    """Keeps a part of the loss, and returns the rest"""
+
+    def forward(self, x):
+        found = super().forward(x)
+        self.part = self.weight.square().sum()
+        return found
+
+
+def test_a_compressed_module_may_keep_a_part_of_the_loss():
+    """
+    Backward begins with that part, so the weight has to be there. Breaks if it is freed: the
+    process would crash.
+    Proves `after_forward`.
+    """
+    torch.manual_seed(0)
+    layer = Keeps(6, 5)
+    compress([layer], {"*": [Quantize(4)]})
+    stored = layer.parametrizations.weight.original
+    x = torch.randn(3, 6)
+    (found,) = torch.autograd.grad(layer(x).sum() + layer.part, [stored])
+    weight = layer.weight
+    loss = F.linear(x, weight, layer.bias).sum() + weight.square().sum()
+    assert torch.allclose(found, torch.autograd.grad(loss, [stored])[0])
+
+
 class Checkpointed(nn.Module):
     """A layer that is computed again in backward"""
 

@@ -31,9 +31,9 @@ Masks are computed again too, by torch's own `checkpoint`. A weight is made thre
 
 **Run this**: `python -m pytest tests/compression/test_compression.py -k freed`.
 
-**Not covered, and what that costs**: modules that do not return one tensor, frozen weights, and a
-weight that another module reads, as attention reads that of its `out_proj`. These stay until
-backward has passed.
+**Not covered, and what that costs**: modules that do not return one tensor or keep another, frozen
+weights, and a weight that another module reads, as attention that of its `out_proj`. These stay
+until backward has passed.
 """
 
 from functools import partial
@@ -45,7 +45,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from zero3.compression.weights import Method
-from zero3.watch import in_backward
+from zero3.watch import in_backward, tensors_in
 
 
 class Compressed(nn.Sequential):
@@ -95,15 +95,16 @@ def after_forward(module: Any, args: object, output: object) -> None:
     compressed = module.parametrizations.weight[0]
     made = compressed.made or []
     compressed.made = None
-    computed = output.grad_fn if isinstance(output, torch.Tensor) else None
-    if computed is None or in_backward():
+    # Backward may reach another tensor first, an auxiliary loss that the module has kept.
+    computed = [each.grad_fn for each in tensors_in((output, module)) if each.grad_fn]
+    if not isinstance(output, torch.Tensor) or len(computed) != 1 or in_backward():
         return
     for weight in made:
         # Another tensor of the same storage: a hook that had `weight` would keep its graph alive.
         # Writing to it is no change of the saved one.
         place = weight.data
         # Not a hook of the output, which the layer's own hook, set later, would follow.
-        computed.register_prehook(partial(_fill, module, place))
+        computed[0].register_prehook(partial(_fill, module, place))
         weight.register_hook(partial(_free, place))
         _free(place)
 
