@@ -1070,6 +1070,25 @@ def test_a_compressed_module_may_keep_a_part_of_the_loss():
     assert torch.allclose(found, torch.autograd.grad(loss, [stored])[0])
 
 
+def test_a_gradient_of_a_gradient_of_compressed_weights_is_that_of_torch():
+    """
+    Breaks if a weight is freed that the graph of the gradients has saved.
+    Proves `Compressed`.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    compress(model, {"*": [Quantize(8)]})
+    stored = [*model.parameters()]
+    x = torch.randn(3, 6)
+    found = []
+    for weights in (contextlib.nullcontext(), parametrize.cached()):
+        # A weight in the cache stays.
+        with weights:
+            first = torch.autograd.grad(model(x).square().sum(), stored, create_graph=True)
+            found.append(torch.autograd.grad(sum(g.square().sum() for g in first), stored))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 class Checkpointed(nn.Module):
     """A layer that is computed again in backward"""
 

@@ -120,4 +120,6 @@ def _fill(module: Any, place: torch.Tensor, grads: object) -> None:
 
 
 def _free(place: torch.Tensor, grad: object = None) -> None:
-    place.untyped_storage().resize_(0)
+    # With `create_graph=True` the graph of the gradients needs it.
+    if not torch.is_grad_enabled():
+        place.untyped_storage().resize_(0)

@@ -338,8 +338,7 @@ def grid(low: torch.Tensor,
     tiny = torch.finfo(torch.float32).tiny
     if symmetric:
         most = 2 ** (bits - 1) - 1
-        largest = torch.maximum(low.abs(), high.abs()).float()
-        scales = (largest / most).clamp(min=tiny)
+        scales = (torch.maximum(low.abs(), high.abs()).float() / most).clamp(min=tiny)
         return Grid(bits, scales, torch.zeros_like(scales, dtype=torch.int32), -most, most)
     most = 2**bits - 1
     low = low.float().clamp(max=0)
