@@ -320,6 +320,16 @@ class Conv1D(nn.Linear):
         return x @ self.weight + self.bias
 
 
+def test_an_input_without_rows_is_left_as_it_is():
+    """
+    As an expert's that no token was sent to.
+    Proves `QuantisedInput.forward`.
+    """
+    layer = nn.Linear(3, 2)
+    compress(layer, {"": [Quantize(of="input")]})
+    assert layer(torch.ones(0, 3)).shape == (0, 2)
+
+
 def test_rows_are_outputs_and_channels_are_inputs_in_layers_that_keep_inputs_first_too():
     """
     A transposed convolution, Hugging Face's `Conv1D` and an embedding. Breaks if the outputs of

@@ -405,7 +405,8 @@ class QuantisedInput(Method):
         """
         expect(x.is_floating_point(), "an input cannot be quantised", "floats", x.dtype,
                "leave this layer out of `Quantize(of=\"input\")`", TypeError)
-        if self.rule.bits_at(self.steps) is None:
+        # A batch of no rows has no range.
+        if self.rule.bits_at(self.steps) is None or not x.numel():
             return x
         low, high = x.detach().aminmax()
         to = grid(low.view(1), high.view(1), self.rule.bits, self.rule.symmetric)
