@@ -862,6 +862,7 @@ def test_a_wrong_call_is_refused():
         (layers(torch.float64), {"2": [Prune()]}, "32 bits"), (tied, {"3": [Prune()]}, "alone"),
         ([nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()], {"*": [Prune(scope="global")]}, "one data"),
         ([nn.Conv2d(4, 4, 1, groups=2)], {"*": [Prune(0.5, "channel")]}, "into groups"),
+        ([nn.MultiheadAttention(4, 2)], {"*": [Quantize(of="input")]}, "attention reads"),
         (layers(), {"2": [Prune(0.5, "channel", follows=("1.0",)), Quantize(of="input")]},
          "inputs as they are"),
         ([Zero3Layer(nn.Linear(4, 4))], {"*": [Prune()]}, "one that is sharded"),

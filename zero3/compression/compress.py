@@ -291,7 +291,8 @@ def _check(name: str,
     for rule in rules:
         expect(_suits(rule, module), f"compress: `{name}`, {module} of {weight.dtype}",
                "a weight that splits into such groups or heads; for elements, of at most 32 bits; "
-               "for rows, channels and heads, one that is not split into groups", rule,
+               "for rows, channels and heads, one that is not split into groups; for inputs, a "
+               "layer that is called, while attention reads the weight of its `out_proj`", rule,
                "pass other numbers, or match other layers")
 
 
@@ -301,13 +302,15 @@ def _suits(rule: Rule, module: Weighted) -> bool:
     """
     weight = module.weight
     if isinstance(rule, Quantize):
-        return weight[0].numel() % (rule.group or 1) == 0
+        # The `out_proj` of torch's attention.
+        is_read = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+        return weight[0].numel() % (rule.group or 1) == 0 and not (rule.of == "input" and is_read)
     if rule.kind == "element":
         return weight.element_size() <= 4
     axis = axis_of(rule, module)
     # The second axis of a convolution in groups is that of one group.
-    is_whole = axis == 0 or getattr(module, "groups", 1) == 1
-    return is_whole and weight.shape[axis] % (rule.heads or 1) == 0
+    return ((axis == 0 or getattr(module, "groups", 1) == 1)
+            and weight.shape[axis] % (rule.heads or 1) == 0)
 
 
 def _class_of(rule: Rule) -> type[Method]:
