@@ -173,7 +173,7 @@ def connect(model: nn.Module) -> None:
     owner: Any = next(m for m in modules if hasattr(m, "get_trainable_chunk"))
     joined = first.comm.stages.same_layers
     # A layer may be in two chains, and then both are told.
-    if joined and (owner is first or all(line.model is owner for line in lines)):
+    if joined and (owner is first or vars(owner).get("comm", first.comm) is not first.comm):
         return
     both = {*group.ranks} & {*first.comm.ranks}
     first.expect(both == {first.comm.global_rank}, "is sharded over ranks that have other parts of "
