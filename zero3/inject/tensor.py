@@ -54,7 +54,8 @@ ranks of "shard", which have the same part and other rows of the batch.
 **Not covered, and what that costs**: norms and the residual stream are computed and kept whole on
 each rank, unless `sequence=True` splits them by positions (see `sequence.py`). `full_params` and
 `model.save` have this rank's parts; use `zero3.save`, or `restore`. All ranks of the dimension must
-have the same batch and the same random numbers; they compare both in the first forward pass only.
+have the same batch and random numbers; only the first forward pass compares them. Without `wrap`,
+ranks of a `GradScaler` disagree on an overflow, and wait for each other.
 """
 
 from collections.abc import Callable, Iterator
