@@ -666,6 +666,10 @@ def other_conv1d():
     return model
 
 
+def one_token():
+    return EmbeddingsWithPositionalEncoding(WIDTH, 1)
+
+
 def compressed_elsewhere():
     model = nn.ModuleList([FeedForward(WIDTH, 12, 0.0), nn.Linear(WIDTH, 12)])
     compress(model, {"1": [Quantize(of="input")]})
@@ -692,6 +696,7 @@ def across_positions():
 
 UNFIT = {
     "adapted": "its Adapted has a `forward` of its own",
+    "one_token": "its Embedding has 1 features, for 2 ranks",
     "compressed_elsewhere": "layers that `compress` has changed",
     "other_conv1d": "its Scaled has a `forward` of its own",
     "one_head": "query.heads` is 1, for 2 ranks", "llama_with_dropout": "another mask",

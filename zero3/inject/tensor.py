@@ -206,7 +206,8 @@ class Weights(Replacement):
             return "has weights that `compress` makes, which no rank can split"
         for name, (dim, blocks) in dims.items():
             size = module._parameters[name].shape[dim] // blocks
-            if size % ranks and not cls.uneven:
+            # A rank without any token could not look one up, and the others would wait for it.
+            if size < ranks or (size % ranks and not cls.uneven):
                 return f"has {size} features, for {ranks} ranks"
         return ""
 
