@@ -221,6 +221,27 @@ def test_two_ranks_train_the_weights_of_the_plain_model(which, more):
         assert worst < 1 and share < (0.8 if "bert" in which else 0.75), (worst, share)
 
 
+def wrapped_head():
+    """The loss of a model whose split head is a unit of its own, and the plain one."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    plain = make("llama")
+    model = inject(copy.deepcopy(plain), [
+        policies.tensor_parallel(mesh["tensor"]), policies.cross_entropy()])
+    model = wrap(model, nn.Linear, mesh=mesh["shard"])
+    # Tokens that the first rank has, which a loss over its part would take without an error.
+    ids = ids_of(3) % (TOKENS // 2)
+    return model(ids).item(), plain(ids).item()
+
+
+def test_the_loss_in_chunks_takes_a_split_head_that_is_a_unit():
+    """
+    Breaks if it takes the logits of a part for those of all tokens.
+    Proves `CrossEntropy.forward`.
+    """
+    for found, plain in run(wrapped_head, 2):
+        assert abs(found - plain) < 1e-5
+
+
 # --------------------------------------------------------------------------- some of the positions
 
 

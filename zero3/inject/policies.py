@@ -262,16 +262,17 @@ class CrossEntropy(Replacement):
         count = kwargs.pop("num_items_in_batch", None)
         output = self.base_model(**kwargs)
         head = self.get_output_embeddings()
+        # `wrap` may have put it into a unit of its own.
+        parted = next((each for each in head.modules() if "line" in vars(each)), head)
         # Each position predicts the next token.
         hidden = output.last_hidden_state[:, :-1].flatten(0, 1)
         loss = chunked_cross_entropy(
             hidden, head.weight, labels[:, 1:].flatten(), head.bias,
             rows=self.rows,
             count=count,
-            split=vars(head).get("line"),
-            own=part_of(head, "weight"))
-        outputs = import_module("transformers.modeling_outputs")
-        return outputs.CausalLMOutputWithPast(
+            split=vars(parted).get("line"),
+            own=part_of(parted, "weight"))
+        return import_module("transformers.modeling_outputs").CausalLMOutputWithPast(
             loss=loss,
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
