@@ -892,6 +892,36 @@ def test_two_chains_of_split_layers_have_the_norms_of_plain_models():
         assert all(found == pytest.approx(plain) for found, plain in norms), norms
 
 
+class Pair(nn.Module):
+    """Adds up two tensors of one argument"""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair):
+        return self.linear(pair[0] + pair[1])
+
+
+def in_a_tuple():
+    mesh = init_device_mesh("cpu", (1,))
+    model = inject(Pair(), [policies.tensor_parallel(mesh, {Pair: Pattern(columns=("linear",))})])
+    x = torch.ones(2, 4)
+    assert model((x, x)).shape == (2, 4)
+    with pytest.raises(ValueError) as error:
+        model((x, x.clone().requires_grad_()))
+    return str(error.value)
+
+
+def test_a_tensor_with_a_gradient_inside_a_tuple_is_refused():
+    """
+    Nobody would add up its gradient, and weights before the module would drift apart. One without a
+    gradient may be there.
+    Proves `Split.forward`.
+    """
+    assert "some inside a tuple or a list" in run(in_a_tuple, 1)[0]
+
+
 class Looks(nn.Module):
     def __init__(self):
         super().__init__()

@@ -176,9 +176,15 @@ class Split(Replacement):
         """
         self.line.compare_once(self, (*args, *kwargs.values()))
         if self.pattern.columns:
+            # Without $f$ each rank would send back the gradient of its own part.
+            expect(not any(isinstance(t, torch.Tensor) and t.requires_grad
+                           for value in (*args, *kwargs.values())
+                           if isinstance(value, (tuple, list)) for t in value),
+                   type(self).__name__, "tensors that need a gradient as arguments",
+                   "some inside a tuple or a list", "pass each as an argument of its own")
             # One tensor may be query, key and value.
-            states = dict.fromkeys(self.border.states(args, kwargs))
-            entered = {id(t): self.border.enter(t) for t in states}
+            entered = {id(t): self.border.enter(t)
+                       for t in dict.fromkeys(self.border.states(args, kwargs))}
             args, kwargs = exchanged(args, kwargs, entered)
         return super().forward(*args, **kwargs)
 
