@@ -155,7 +155,7 @@ def connect(model: nn.Module) -> None:
     """
     ## Tell the layers of a sharded model who has the other parts of its weights
 
-    A chain and `wrap` call it, on all ranks (all-gather of the ranks' numbers, once a model).
+    Chains and `wrap` call it on all ranks (all-gather of their numbers).
 
     Raises `RuntimeError` if the model is sharded over ranks that have other parts of it, if it has
     stages of a pipeline, or if it is a single layer in no chain.

@@ -31,9 +31,9 @@ Masks are computed again too, by torch's own `checkpoint`. A weight is made thre
 
 **Run this**: `python -m pytest tests/compression/test_compression.py -k freed`.
 
-**Not covered, and what that costs**: modules that do not return one tensor or keep another, frozen
-weights, and a weight that another module reads, as attention that of its `out_proj`. These stay
-until backward has passed.
+**Not covered, and what that costs**: modules that return other than one tensor or keep one, frozen
+weights, and a weight that another module reads, as attention does. These stay until backward has
+passed.
 """
 
 from functools import partial

@@ -53,9 +53,9 @@ ranks of "shard", which have the same part and other rows of the batch.
 
 **Not covered, and what that costs**: norms and the residual stream are computed and kept whole on
 each rank, unless `sequence=True` splits them by positions (see `sequence.py`). `full_params` and
-`model.save` have this rank's parts; use `zero3.save`, or `restore`. All ranks of the dimension must
-have the same batch and random numbers; only the first forward pass compares them. Without `wrap`,
-ranks of a `GradScaler` disagree on an overflow, and wait for each other.
+`model.save` have this rank's parts; use `zero3.save`, or `restore`. All ranks need the same batch
+and random numbers; only the first forward pass compares them. A `GradScaler` needs `wrap`, or ranks
+disagree on an overflow and hang.
 """
 
 from collections.abc import Callable, Iterator
