@@ -539,10 +539,7 @@ class Zero3Sequential(ShardedModel):
             after.comm = before.comm
             after.reducer = before.reducer
         self.module_list: Any = nn.ModuleList(layers)
-        self.sharded_layers = tuple(layers)
-        # Ranks may split the weights of a layer. Then norms are of all of them.
-        from zero3.comm.parts import connect
-        connect(self)
+        self._take(layers)
 
     def walk(self) -> Iterator[Zero3Layer]:
         """

@@ -80,6 +80,9 @@ class Sharded(Trained, Guarded):
     offload: StorageFactory
     flats: list[FlatParameter]
     watch: Watch
+    # `Zero3Layer` has the training step.
+    fetch_params: Callable[[], None]
+    _cleanup_params: Callable[[], None]
 
     # The advice in errors about a parameter in the wrong place.
     cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
@@ -106,14 +109,6 @@ class Sharded(Trained, Guarded):
         if activations is not None:
             from zero3.offload.activations import LayerActivations
             self.saving = LayerActivations(activations, self)
-
-    # `Zero3Layer` has the training step.
-
-    def fetch_params(self) -> None:
-        raise NotImplementedError
-
-    def _cleanup_params(self) -> None:
-        raise NotImplementedError
 
     def reshard(self) -> None:
         """
@@ -270,6 +265,14 @@ class ShardedModel(Trained, Named):
     label = "the model"
     listener = Listener()
 
+    def _take(self, layers: list) -> None:
+        """
+        #### Remember the layers, and tell ranks that split their weights of each other
+        """
+        from zero3.comm.parts import connect
+        self.sharded_layers = tuple(layers)
+        connect(self)
+
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """
         ### This rank's trainable shards, of all layers
@@ -301,7 +304,8 @@ class ShardedModel(Trained, Named):
                 # Enter each layer once. If it is in a chain twice, it has names for both places.
                 if layer not in params:
                     params[layer] = stack.enter_context(layer.full_params(writeback))
-                found |= {prefix + name: p for name, p in params[layer].items()}
+                for name, p in params[layer].items():
+                    found[prefix + name] = p
             yield found
 
 
