@@ -118,6 +118,7 @@ def parts(folder):
     accelerator.free_memory()
     found["three"] = three_weights(made())
     found["tied"] = tied(made())
+    found["twice"] = twice(made())
     found |= scaled(made(), x)
     found |= lonely(made(), folder, x)
     return found
@@ -139,6 +140,15 @@ def tied(accelerator):
     model = accelerator.prepare(wrap(nn.Sequential(*layers), nn.Sequential))
     whole = accelerator.get_state_dict(model)
     return whole and (whole["0.0.weight"] is whole["1.0.weight"], len(whole))
+
+
+def twice(accelerator):
+    """The names of a model that has a layer with buffers under two names, and of the plain one"""
+    layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    plain = nn.Sequential(layer, nn.Tanh(), layer)
+    names = [*plain.state_dict()]
+    whole = accelerator.get_state_dict(accelerator.prepare(wrap(plain, nn.Sequential)))
+    return not whole or {*whole} == {*names}
 
 
 def clipping_a_part(accelerator, model, x):
@@ -263,7 +273,7 @@ def test_each_call_is_right_alone(folder, ours):
     """
     for rank, found in enumerate(ours):
         assert found["kinds"] == ("Zero3Model", "Prepared", "DistributedDataParallel")
-        assert found["unwrapped"] and found["freed"]
+        assert found["unwrapped"] and found["freed"] and found["twice"]
         assert (found["held", 0], found["held", 1]) == (True, False)
         assert (found["each", 0], found["each", 1]) == (False, False)
         assert found["dict"] == (rank == 0, True, 0 if rank else 9)

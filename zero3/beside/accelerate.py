@@ -57,7 +57,7 @@ from torch import nn
 
 from zero3.beside.pairs import check, check_rest, optimizer_of
 from zero3.checkpoint.save_load import load, save
-from zero3.optimizer.stage3 import Zero3Optimizer
+from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
 from zero3.sharded import ShardedModel, comm_of
 from zero3.whole_model.materialise import buffers_of
 
@@ -300,14 +300,15 @@ class Accelerator(accelerate.Accelerator):
         found: dict[str, torch.Tensor] = {}
         # A tensor with several names is copied once.
         copies: dict[torch.Tensor, torch.Tensor] = {}
-        for prefix, layer in model.named_layers():
+        paths = plain_names(model)
+        for layer in dict.fromkeys(layer for _, layer in model.named_layers()):
             with layer.full_params() as params:
                 if not self.is_main_process:
                     continue
                 for name, tensor in {**params, **buffers_of(layer.module)}.items():
                     if tensor not in copies:
                         copies[tensor] = tensor.detach().to("cpu", copy=True)
-                    found[prefix + name] = copies[tensor]
+                    found |= {f"{path}.{name}".strip("."): copies[tensor] for path in paths[layer]}
         # Names that a layer does not know, of parameters that it shares with others.
         tied = getattr(model, "tied", {})
         return found | {
