@@ -325,16 +325,11 @@ class Prepared(AcceleratedOptimizer):
     scheduler does not advance then.
     """
 
-    was_skipped = False
-
     def step(self, closure: Any = None) -> None:
         """
         ### Step, if this was the last micro-batch
         """
         before = self.optimizer.skipped_steps
         super().step(closure)
-        self.was_skipped = self.optimizer.skipped_steps > before
-
-    @property
-    def step_was_skipped(self) -> bool:
-        return self.was_skipped
+        # `step_was_skipped` returns it.
+        self._is_overflow = self.optimizer.skipped_steps > before
