@@ -742,6 +742,37 @@ def test_a_rank_that_diverges_is_an_error_in_every_replica():
     assert "fault of" in said[0] + said[1]
 
 
+class EitherWeight(nn.Module):
+    """Two weights, of which a call uses one; the second is in another flat parameter"""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([torch.ones(4), torch.ones(4)])
+        self.weights[1].requires_grad_(False)
+
+    def forward(self, branch):
+        return (self.weights[branch] * torch.arange(4)).sum()
+
+
+def each_uses_another(shape):
+    layer = Zero3Layer(EitherWeight(), mesh=hybrid(*shape))
+    # From now on both train.
+    layer.requires_grad_(True)
+    return message(layer(dist.get_rank() * 2 // dist.get_world_size()).backward)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+def test_ranks_with_gradients_of_other_weights_of_a_layer_are_told(shape):
+    """
+    They are as large. Breaks if the gradient of one is added to that of the other, in the reduce or
+    in the exchange between replicas.
+    Proves I6, `Communicator.begin`, `diverged`.
+    """
+    for rank, text in enumerate(run(each_uses_another, 2, shape)):
+        assert text.startswith(f"rank {rank}: EitherWeight: the ranks diverged"), text
+        assert "on all ranks, and use all of their parameters. Start" in text
+
+
 def whole_in_replicas(shape, offload):
     return whole_on(hybrid(*shape), offload)
 

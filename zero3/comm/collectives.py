@@ -123,12 +123,12 @@ class Communicator(Peers):
         self.failed: int | None = None
         # The number of the model, on which the ranks agreed when they met to shard.
         self.met = 0
+        # Which gradients of its layers were there when the last reduce began.
+        self.ready: list[bool] = []
 
     # -------------------------------------------------------------------------------- collectives
 
-    def all_gather(self, sender: Sender,
-                   pairs: Pairs,
-                   exact: bool = True) -> Transfer:
+    def all_gather(self, sender: Sender, pairs: Pairs, exact: bool = True) -> Transfer:
         """
         ### All-gather: start to gather each shard into its flat parameter
 
@@ -220,9 +220,7 @@ class Communicator(Peers):
         """
         return ()
 
-    def numbers(self, sender: Sender,
-                mine: torch.Tensor,
-                options: str = "",
+    def numbers(self, sender: Sender, mine: torch.Tensor, options: str = "",
                 groups: Sequence[Group] = ()) -> torch.Tensor:
         """
         ### All-gather a few numbers, and wait
@@ -353,10 +351,15 @@ class Communicator(Peers):
         # The stages of a pipeline have different layers, so they name none.
         of_stages = groups == [self.stages]
         numbers = [ALONE if of_stages else sender.layer_idx for sender in senders]
-        # The checksum tells two buckets apart that begin with the same layer and are as large. The
-        # number tells two models apart.
+        if action == "reduce":
+            # Two gradients of a layer may be as large. If each rank had another one, they would be
+            # added to each other.
+            self.ready = [flat.grad is None for s in senders for flat in getattr(s, "flats", ())]
+        ready = self.ready if action in ("reduce", "exchange") else []
+        # The checksum tells two buckets or gradients apart that are as large. The number tells two
+        # models apart.
         met = 0 if action in ("fault", "save or load") or of_stages else self.met
-        mark = met << 32 | zlib.crc32(f"{numbers}{options}".encode())
+        mark = met << 32 | zlib.crc32(f"{numbers}{ready}{options}".encode())
         row = (numbers[0], ACTIONS.index(action), sum(full.nbytes for full, _ in pairs), mark)
         transfer = Transfer(self, senders[0], action, pairs, self.event(), row, options)
         transfer.from_cpu = any(each.device != full.device for full, each in pairs)

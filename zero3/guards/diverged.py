@@ -95,4 +95,4 @@ def _cure(options: str,
                 "here; a scheduler that follows the loss, as ReduceLROnPlateau does, needs the "
                 "mean loss over all ranks")
     return (f"look for an error on rank {other}; without one, call the same layers in the same "
-            "order on all ranks")
+            "order on all ranks" + ", and use all of their parameters" * (row[:3] == mine[:3]))
