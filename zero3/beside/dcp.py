@@ -275,7 +275,10 @@ class DcpCheckpoint(CheckpointReader):
             "flats": [flat_entry(name, keys, self.dcp.scalars.get(name, {}), found.get(name))
                       for name, keys in self.dcp.tensors.items()]})
 
-    def read(self, param: Param, key: str, begin: int, end: int) -> torch.Tensor:
+    def read(self, param: Param,
+             key: str,
+             begin: int,
+             end: int) -> torch.Tensor:
         """
         ### Read elements of a parameter or of one of its moments, box by box
         """

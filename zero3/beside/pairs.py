@@ -55,7 +55,11 @@ def check_rest(who: str, rest: Iterable[torch.optim.Optimizer], models: Iterable
           f"{cure}; in place of several take one `Zero3Optimizer`, with `group_by=`")
 
 
-def check(good: bool, what: str, expected: object, got: object, cure: str) -> None:
+def check(good: bool,
+          what: str,
+          expected: object,
+          got: object,
+          cure: str) -> None:
     """
     ## Raise `RuntimeError`, with the number of this rank, unless this is good
     """

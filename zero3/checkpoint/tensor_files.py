@@ -51,7 +51,9 @@ class TensorFile:
         Broken.unless(nbytes == self.nbytes, f"{self.path}, the file of rank {self.rank}, has "
                       f"{nbytes:,} bytes instead of {self.nbytes:,}")
 
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+    def read(self, name: str,
+             begin: int = 0,
+             end: int | None = None) -> torch.Tensor:
         """
         ### Read these elements of a tensor, or all of them
 

@@ -198,7 +198,9 @@ def regions_of(graph: fx.Graph) -> list[list[fx.Node]]:
     return [region for region in regions if not all(is_view(node) for node in region)]
 
 
-def alone(region: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) -> fx.Graph:
+def alone(region: list[fx.Node],
+          inputs: list[fx.Node],
+          results: list[fx.Node]) -> fx.Graph:
     """
     ## A graph of a region alone
     """

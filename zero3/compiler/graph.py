@@ -220,7 +220,9 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
             yield from readers(user)
 
 
-def full_numel(graph: fx.Graph, numel: dict[str, int], kept: Iterable[str] = ()) -> list[int]:
+def full_numel(graph: fx.Graph,
+               numel: dict[str, int],
+               kept: Iterable[str] = ()) -> list[int]:
     """
     ## Full elements during each operation
 

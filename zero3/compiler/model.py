@@ -434,7 +434,9 @@ class CompiledModel(Zero3Model):
                 self.leaving = now
                 self._compile()
 
-    def _lower(self, graphs: Graphs, forward: fx.Graph, backward: fx.Graph | None) -> None:
+    def _lower(self, graphs: Graphs,
+               forward: fx.Graph,
+               backward: fx.Graph | None) -> None:
         """
         #### Run the passes over traced graphs
         """

@@ -185,7 +185,9 @@ def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: in
 
 
 @on_copies
-def bucket(graph: fx.Graph, numel: dict[str, int], bucket_numel: int) -> fx.Graph:
+def bucket(graph: fx.Graph,
+           numel: dict[str, int],
+           bucket_numel: int) -> fx.Graph:
     """
     ## Let a reduce wait for the next one, while both are small
     """
@@ -209,7 +211,10 @@ def _numel(numel: dict[str, int], *nodes: fx.Node) -> int:
 
 
 @on_copies
-def prefetch(graph: fx.Graph, numel: dict[str, int], limit: int, kept: list[str]) -> fx.Graph:
+def prefetch(graph: fx.Graph,
+             numel: dict[str, int],
+             limit: int,
+             kept: list[str]) -> fx.Graph:
     """
     ## Move each gather up, as far as the limit admits
 

@@ -294,7 +294,9 @@ def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[P
     output.args = (tuple(each for each in output.args[0] if each not in dropped),)  # type: ignore[union-attr]
 
 
-def _saved_size(forward: fx.Graph, backward: fx.Graph, node: fx.Node) -> fx.Node:
+def _saved_size(forward: fx.Graph,
+                backward: fx.Graph,
+                node: fx.Node) -> fx.Node:
     """
     #### The input of backward for a size that forward knows
 
@@ -307,7 +309,10 @@ def _saved_size(forward: fx.Graph, backward: fx.Graph, node: fx.Node) -> fx.Node
     return _also_saved(forward, backward, node, len(forward.output_node().args[0]))  # type: ignore[arg-type]
 
 
-def _also_saved(forward: fx.Graph, backward: fx.Graph, node: fx.Node, place: int) -> fx.Node:
+def _also_saved(forward: fx.Graph,
+                backward: fx.Graph,
+                node: fx.Node,
+                place: int) -> fx.Node:
     """
     #### Save one more value for backward, and return backward's input for it
 

@@ -247,7 +247,9 @@ def places(params: float,
     return found
 
 
-def _tier_widths(params_in: str, states_in: str, basis: int | str) -> tuple[int, int, int, int]:
+def _tier_widths(params_in: str,
+                 states_in: str,
+                 basis: int | str) -> tuple[int, int, int, int]:
     """
     #### Bytes per parameter: for itself, its gradient, its states, and for all that a step needs
 

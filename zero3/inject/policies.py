@@ -145,7 +145,10 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx,
+                x: torch.Tensor,
+                weight: torch.Tensor,
+                eps: float) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         r = r.div_(x.shape[-1]).add_(eps).rsqrt_()  # (..., 1)

@@ -144,7 +144,9 @@ class Finding(NamedTuple):
         return f"`{self.path}` ({self.kind}) {how}"
 
 
-def inject(model: nn.Module, policies: Iterable[Policy], strict: bool = True) -> nn.Module:
+def inject(model: nn.Module,
+           policies: Iterable[Policy],
+           strict: bool = True) -> nn.Module:
     """
     ## Replace modules of a model, in place
 

@@ -314,7 +314,9 @@ class Pipeline(ShardedModel):
         return self._run(_Batch(self, self.train_list, x, y, optimizer))
 
     @torch.no_grad()
-    def eval_batch(self, x: Tree, y: Tree, outputs: list[Tree] | None = None) -> float:
+    def eval_batch(self, x: Tree,
+                   y: Tree,
+                   outputs: list[Tree] | None = None) -> float:
         """
         ### Forward of all micro-batches, without gradients
 
@@ -376,7 +378,9 @@ class Pipeline(ShardedModel):
                "give each layer a module of its own, `copy.deepcopy`; or keep these layers on one "
                "rank, with `stages=`", RuntimeError)
 
-    def cut(self, x: Tree, y: Tree, does: str) -> list[tuple[Tree, Tree]]:
+    def cut(self, x: Tree,
+            y: Tree,
+            does: str) -> list[tuple[Tree, Tree]]:
         """
         ### Cut a batch into micro-batches, and check that all stages were given the same one
 

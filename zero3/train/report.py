@@ -102,7 +102,9 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
 
 
-def draw_loss(losses: list[float], held_out: list[tuple[int, float]], caption: str) -> Figure:
+def draw_loss(losses: list[float],
+              held_out: list[tuple[int, float]],
+              caption: str) -> Figure:
     """
     ## The loss curve
 
