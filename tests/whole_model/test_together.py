@@ -264,6 +264,25 @@ def test_a_layer_of_a_shared_unit_cannot_be_frozen_alone():
     assert run(frozen_one_by_one, 2) == [[False]] * 2
 
 
+def names_inside():
+    plain, model = build("Nested", unit_bytes=ALL)
+    found = [name.removeprefix("module").strip(".") for name, _ in model.named_modules()]
+    seen = []
+    model.apply(seen.append)
+    layers = [sum(isinstance(m, plain.layers) for m in each)
+              for each in (plain.modules(), model.modules(), seen)]
+    return {name for name, _ in plain.named_modules()} - {*found}, layers
+
+
+def test_a_layer_of_a_shared_unit_is_there_once_where_the_model_has_it():
+    """
+    Breaks if `modules()` or `children()` find the layers in the shared unit too.
+    Proves `Unit.named_modules`, `Unit.named_children`.
+    """
+    for missing, (expected, *found) in run(names_inside, 2):
+        assert not missing and found == [expected] * 2
+
+
 # ------------------------------------------------------------------------------------------ errors
 
 

@@ -289,8 +289,8 @@ class Unit(StandIn, Zero3Layer):
         """
         ### Itself and the modules inside, named as in the plain model
 
-        It stands for its module, which is left out. So whoever asks all modules for their class
-        meets each layer once.
+        It stands for its module, which is left out, and a shared unit leaves its layers out. So
+        whoever asks all modules for their class meets each layer once.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -298,7 +298,8 @@ class Unit(StandIn, Zero3Layer):
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
-        for name, child in (*self.module._modules.items(), ("chunk", self.chunk)):
+        inside = () if isinstance(self.module, Together) else self.module._modules.items()
+        for name, child in (*inside, ("chunk", self.chunk)):
             if child is not None:
                 path = f"{prefix}.{name}".strip(".")
                 yield from child.named_modules(memo, path, remove_duplicate)
@@ -307,7 +308,8 @@ class Unit(StandIn, Zero3Layer):
         """
         ### The children of its module, and the shards
         """
-        yield from self.module.named_children()
+        if not isinstance(self.module, Together):
+            yield from self.module.named_children()
         yield "chunk", self.chunk
 
     def train(self, mode: bool = True) -> Any:
