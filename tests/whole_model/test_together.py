@@ -250,8 +250,10 @@ def test_a_shared_unit_has_room_within_the_limit(name):
 
 def frozen_one_by_one():
     model = blocks(3, unit_bytes=ALL)
-    with pytest.raises(RuntimeError, match="a layer with a shard of its own"):
-        model.units[-1].requires_grad_(False)
+    # The root has the layers inside.
+    for unit in (model.units[-1], model.units[0]):
+        with pytest.raises(RuntimeError, match="a layer with a shard of its own"):
+            unit.requires_grad_(False)
     model.requires_grad_(False)
     return [p.requires_grad for p in model.parameters()]
 

@@ -331,8 +331,8 @@ class Unit(StandIn, Zero3Layer):
 
         Raises `RuntimeError` for a layer that shares a shard with its neighbours.
         """
-        shared = [unit.title
-                  for unit in self.externals if isinstance(unit.module, Together)]
+        shared = {unit.title for user in (self, *self.inside)
+                  for unit in user.externals if isinstance(unit.module, Together)}
         self.expect(not shared, "cannot be frozen by itself", "a layer with a shard of its own",
                     f"one that is part of {shared}", "freeze it before wrapping, or leave "
                     "`unit_bytes` out")
