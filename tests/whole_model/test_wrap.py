@@ -1135,6 +1135,24 @@ def test_modules_has_each_layer_once_under_its_name_in_the_plain_model(wrapping,
     assert load_file(tmp_path / "whole/model.safetensors").keys() == plain.state_dict().keys()
 
 
+class Stubborn(Layer):
+    """A layer of which a part always evaluates"""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+
+
+def test_a_layer_sets_its_mode_by_its_own_method():
+    """
+    As those do that have frozen statistics. Breaks if a unit sets the mode of what is inside.
+    Proves `Unit.train`.
+    """
+    layers = wrap(nn.Sequential(Stubborn(), Stubborn()), Stubborn).eval().train().module
+    assert [each.norm.training for each in layers] == [False, False]
+    assert all(each.training and each.up.training for each in layers)
+
+
 def test_a_model_is_wrapped_once():
     """
     The second time it says so; after `destroy` it may be wrapped anew.

@@ -314,10 +314,11 @@ class Unit(StandIn, Zero3Layer):
 
     def train(self, mode: bool = True) -> Any:
         """
-        ### Set the mode of its module too, which is no child
+        ### Set the mode, by the module's own `train`
         """
-        self.module.training = mode
-        return super().train(mode)
+        self.module.train(mode)
+        self.training = self.module.training
+        return self
 
     def admits(self, layer: nn.Module) -> bool:
         """
