@@ -25,7 +25,7 @@ from torch import nn
 from torch.linalg import vector_norm
 
 from zero3.guards.contents import check_groups, stray
-from zero3.guards.moments import is_sharded
+from zero3.guards.moments import attributes, is_sharded
 from zero3.guards.options import expect
 from zero3.guards.shard_gradients import GradientElsewhere, plain_part
 
@@ -56,8 +56,7 @@ def clip_grad_norm_(model: nn.Module,
     `norm_type` is not positive. Also if a gradient is scaled, held back by `no_sync()`, or not in
     its shard: `Zero3Optimizer(clip_grad_norm=)` clips those.
     """
-    own = [vars(m.module if is_sharded(m) else m) for m in model.modules()]
-    for line in {each["line"] for each in own if "line" in each}:
+    for line in {own["line"] for own in attributes(model) if "line" in own}:
         # Under tensor parallelism other ranks have parts of the same weights (see
         # `inject/line.py`).
         line.connect(model)

@@ -45,6 +45,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero3.guards.moments import attributes
+
 
 @dataclasses.dataclass(eq=False)
 class Call:
@@ -234,7 +236,7 @@ def tensors_in(value: Any, look_inside: bool = True) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, nn.Module):
-        value = [v for m in value.modules() for v in vars(m).values() if type(v) is torch.Tensor]
+        value = [v for own in attributes(value) for v in own.values() if type(v) is torch.Tensor]
     elif isinstance(value, Mapping):
         value = list(value.values())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1153,6 +1153,39 @@ def test_a_layer_sets_its_mode_by_its_own_method():
     assert all(each.training and each.up.training for each in layers)
 
 
+class Gate(Layer):
+    """A layer that keeps a loss, of what its output does not come from"""
+
+    def forward(self, x):
+        self.loss = self.up(x).square().mean()
+        return super().forward(x)
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.inner = nn.Linear(WIDTH, WIDTH), Gate()
+
+    def forward(self, x):
+        return self.inner(torch.tanh(self.linear(x)))
+
+
+def test_a_unit_sees_a_tensor_that_a_unit_inside_keeps():
+    """
+    Breaks if only the attributes of modules that are no units are looked at: nothing would announce
+    the backward pass of the outer unit.
+    Proves `tensors_in`, `attributes`.
+    """
+    plain = nn.Sequential(Around(), Around()).double()
+    model = wrap(copy.deepcopy(plain), (Gate, Around))
+    x = torch.ones(2, WIDTH, dtype=torch.double)
+    for each in (plain, model):
+        each(x)
+        sum(around.inner.loss for around in each).backward()
+        torch.optim.SGD(each.parameters(), lr=1.0).step()
+    assert difference(plain, model) < 1e-10
+
+
 def test_a_model_is_wrapped_once():
     """
     The second time it says so; after `destroy` it may be wrapped anew.

@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 from zero3.flat import FlatParameter
-from zero3.guards.moments import Guarded, is_sharded
+from zero3.guards.moments import Guarded, attributes, is_sharded
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,7 @@ def connect(model: nn.Module) -> None:
     stages of a pipeline, or if it is a single layer in no chain.
     """
     modules = [*model.modules()]
-    own = [vars(m.module if is_sharded(m) else m) for m in modules]
-    lines = {each["line"] for each in own if "line" in each}
+    lines = {own["line"] for own in attributes(model) if "line" in own}
     layers = [module for module in modules if is_sharded(module) and module.flats]
     if not lines or not layers:
         return

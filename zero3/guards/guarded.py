@@ -144,3 +144,11 @@ def own_modules(module: nn.Module | None, prefix: str = "") -> Iterator[tuple[st
     # Not `named_children`, which drops all names but the first.
     for name, child in module._modules.items():
         yield from own_modules(child, f"{prefix}{name}.")
+
+
+def attributes(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """
+    ## The attributes of each plain module inside, also of those that sharded layers stand for
+    """
+    for module in model.modules():
+        yield vars(module.module if is_sharded(module) else module)
