@@ -203,7 +203,9 @@ class _Boxes(dcp.DefaultSavePlanner):
         return self.written.view(sizes)
 
 
-def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[ChunkStorageMetadata]:
+def boxes(shape: tuple[int, ...],
+          begin: int,
+          end: int) -> list[ChunkStorageMetadata]:
     """
     ## Cut a range of elements of a tensor, counted row by row, into boxes
 

@@ -267,11 +267,7 @@ class Peers:
             things = [each for several in group.gather(things) for each in several]
         return things
 
-    def agree(self, sender: Named,
-              what: str,
-              expected: str,
-              problem: str,
-              cure: str) -> None:
+    def agree(self, sender: Named, what: str, expected: str, problem: str, cure: str) -> None:
         """
         ### Raise an error on all ranks if one of them has a problem
 

@@ -271,7 +271,10 @@ def save(units: list[Any], folder: Path) -> None:
 
 
 @contextmanager
-def agreed(sender: Named, what: str, expected: str, cure: str) -> Iterator[None]:
+def agreed(sender: Named,
+           what: str,
+           expected: str,
+           cure: str) -> Iterator[None]:
     """
     ## Leave the block on all ranks, or raise an error on all if one of them has raised any
 
