@@ -5,6 +5,7 @@ Equality is against plain PyTorch in double precision, see `wholes.py`. Messages
 counted at every event.
 """
 
+import copy
 from collections import Counter
 from contextlib import nullcontext
 from math import ceil
@@ -100,6 +101,32 @@ def test_layers_of_a_shared_unit_train_like_plain_pytorch(world_size, names, opt
     for found in run(train_shared, world_size, names, options, native):
         for name, (off, misses, shared) in found.items():
             assert off < 1e-10 and not misses and shared, (name, off, misses, shared)
+
+
+def last_of_three(called):
+    """Two steps of the last layer, in the model or called by itself: off by, and what stays full"""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Block() for _ in range(3))).double()
+    plain[:2].requires_grad_(False)
+    model = wrap(copy.deepcopy(plain), Block, unit_bytes=ALL)
+    for _ in range(2):
+        for each in (plain, model):
+            compute = each[2] if called else each
+            compute(torch.ones(2, 4, dtype=torch.double)).square().mean().backward()
+            torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1).step()
+            each.zero_grad()
+    full = [unit.title for unit in model.units if unit.is_fetched]
+    return difference(plain, model), full
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_shared_unit_is_freed_if_backward_ends_before_its_first_layer(called):
+    """
+    Breaks if it stays full: the next step computes with the weights from before.
+    Proves I1, I2, `Unit.settle`, `TracedOrder.end_pass`.
+    """
+    for off, full in run(last_of_three, 2, called):
+        assert off < 1e-10 and not full
 
 
 def test_a_rank_alone_shares_nothing():
@@ -315,7 +342,7 @@ def after_an_error(where):
 def test_an_exception_frees_a_shared_unit(where):
     """
     Training goes on as without shared units.
-    Proves I2, I7, `Unit.settle`, `TracedOrder.end_forward`.
+    Proves I2, I7, `Unit.settle`, `TracedOrder.end_pass`.
     """
     assert run(after_an_error, 2, where) == [True, True]
 

@@ -1418,8 +1418,8 @@ class Stops(nn.Module):
 def test_what_was_fetched_ahead_in_vain_is_freed_at_the_end_of_forward():
     """
     A pass that ends sooner than the one before has begun to fetch a unit that it does not come to.
-    Breaks without the loop in `end_forward`: that unit would stay full.
-    Proves I2, `TracedOrder.end_forward`.
+    Breaks without the loop in `end_pass`: that unit would stay full.
+    Proves I2, `TracedOrder.end_pass`.
     """
     model = wrap(Stops(), nn.Linear)
     with torch.no_grad():

@@ -364,7 +364,7 @@ class Unit(StandIn, Zero3Layer):
             if not recompute:
                 self.leave()
                 if self is self.order.root:
-                    self.order.end_forward()
+                    self.order.end_pass()
 
     def lenders(self) -> Iterator[Sharded]:
         """
@@ -527,8 +527,6 @@ class Unit(StandIn, Zero3Layer):
         """
         ### Finish the unit's part of a backward pass
         """
-        if self is self.order.root:
-            self.order.trace.end()
         self.leave()
         if not (self.users or self.persistent):
             # An outer backward pass may still use it.
@@ -536,6 +534,8 @@ class Unit(StandIn, Zero3Layer):
         if not raised:
             self._fill_leaf()
         super().settle(raised)
+        if not self.reducer.unsettled:
+            self.order.end_pass()
 
 
 class TracedOrder(Schedule):
@@ -592,9 +592,9 @@ class TracedOrder(Schedule):
         if trace.kind and not is_same_visit:
             trace.seen.append(unit)
 
-    def end_forward(self) -> None:
+    def end_pass(self) -> None:
         """
-        ### A forward pass has ended: free all units but those that backward begins with
+        ### A pass has ended: free all units but those that a backward pass begins with
         """
         self.trace.end()
         for unit in self.units:

@@ -297,7 +297,7 @@ class Zero3Model(StandIn, ShardedModel):
             finally:
                 self.order.stack.pop()
                 root.leave()
-                self.order.end_forward()
+                self.order.end_pass()
 
     def release_all(self) -> None:
         """
