@@ -166,7 +166,9 @@ class Trainer(transformers.Trainer):
         sharded = self.model
         self.model = sharded.module.module
         try:
-            super()._save(output_dir, state_dict)
+            # It asks parameters for their data type, and shared units are beside the plain model.
+            with sharded.module.guard:
+                super()._save(output_dir, state_dict)
         finally:
             self.model = sharded
 
