@@ -55,7 +55,7 @@ from zero3.compiler.model import compile
 from zero3.compiler.passes import improve
 
 LIMIT = 20  # full elements, as in the example of `passes.py`
-BUCKET = 20  # elements that may share a collective
+BUCKET = 20  # elements that may share a reduce-scatter
 # An operation of these kinds has a column. `collect` has none, because it stands right behind the
 # product whose result it takes.
 KINDS = {gather: "gather", wait: "wait", release: "release", collect: "collect", reduce: "reduce",
