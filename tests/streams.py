@@ -421,7 +421,7 @@ class Accelerator:
         def init(shelves: Shelves, *args: Any) -> None:
             with _disable_current_modes():
                 real(shelves, *args)
-            for memory in shelves.memory:
+            for memory in [*shelves.blocks.queue]:
                 self.make(memory.untyped_storage(), CPU)
             vars(shelves)["workers"] = Threads(self)
 

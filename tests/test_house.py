@@ -33,8 +33,8 @@ from zero3.schedule import Chain, Schedule
 PACKAGE = Path(__file__).parents[1] / "zero3"
 # From the ground up: a file imports only files of its own row or of rows above it.
 ROWS = (
-    {"guards", "in_flight", "watch", "minimal", "__init__"},
-    {"gradients", "flat"},
+    {"guards", "in_flight", "minimal", "__init__"},
+    {"gradients", "flat", "watch"},
     {"comm"},
     {"offload"},
     {"sharded"},
@@ -48,8 +48,8 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 950, "beside": 413, "checkpoint": 1245, "comm": 962, "compiler": 856, "compression":
-        781, "estimate": 659, "guards": 567, "inject": 709, "offload": 910, "optimizer": 1127,
+MOST = {"": 950, "beside": 414, "checkpoint": 1245, "comm": 962, "compiler": 856, "compression":
+        781, "estimate": 659, "guards": 567, "inject": 710, "offload": 910, "optimizer": 1127,
         "pipeline": 754, "train": 893, "whole_model": 787}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1500

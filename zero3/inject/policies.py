@@ -44,6 +44,7 @@ from torch.nn import functional as F
 
 from zero3.comm.mesh import groups_of
 from zero3.comm.parts import part_of
+from zero3.guards.moments import is_sharded
 from zero3.guards.options import expect, whole
 from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.inject.line import Line
@@ -266,7 +267,7 @@ class CrossEntropy(Replacement):
         output = self.base_model(**kwargs)
         head = self.get_output_embeddings()
         # `wrap` may have put it into a unit of its own.
-        parted = next((each for each in head.modules() if "line" in vars(each)), head)
+        parted = head.module if is_sharded(head) else head
         # Each position predicts the next token.
         hidden = output.last_hidden_state[:, :-1].flatten(0, 1)
         loss = chunked_cross_entropy(
