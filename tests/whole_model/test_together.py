@@ -129,6 +129,26 @@ def test_a_shared_unit_is_freed_if_backward_ends_before_its_first_layer(called):
         assert off < 1e-10 and not full
 
 
+class Writes(Block):
+    def forward(self, x):
+        self.linear.weight.mul_(2)
+        return super().forward(x)
+
+
+def write_in_forward():
+    model = wrap(nn.Sequential(Writes(), Writes()), Writes, unit_bytes=ALL)
+    with torch.no_grad(), pytest.raises(RuntimeError) as error:
+        model(torch.ones(2, 4))
+    return str(error.value)
+
+
+def test_a_write_to_a_shared_weight_is_refused():
+    """
+    It would be lost with the full parameter. Proves `LayerGuard.after_forward`.
+    """
+    assert all("has written to `0.linear.weight`" in text for text in run(write_in_forward, 2))
+
+
 def test_a_rank_alone_shares_nothing():
     """
     It has no collectives to save. Proves `_Wrapping._units_together`.

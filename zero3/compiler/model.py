@@ -573,7 +573,7 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
     * `backend` is "inductor", which fuses operations and needs a C++ compiler on the CPU and Triton
       on a GPU; or "aot_eager", which gives the same bits as hooks
     * `limit_numel` is how many elements may be full at once. Left out, there is room for the rest
-      and two layers, or three buckets, if they are larger; and more if an operation needs more
+      and two layers, or three times `bucket_bytes`; and more if an operation needs more
     * `bucket_bytes` of gradients share a reduce-scatter, at most
     * `offload_states_bytes` of optimizer states, rounded up to whole layers, rest in CPU memory
       while forward ends and backward begins (see `away.py`). On the CPU it does nothing

@@ -189,7 +189,8 @@ class LayerGuard:
         Then hide the parameters: until backward a use outside is an error, also if the layer stays
         full. A recomputation is followed by backward, and a unit hides its own.
         """
-        self.after_backward()
+        for layer in (self.layer, *getattr(self.layer, "externals", ())):
+            layer.guard.after_backward()
         # The address of a layer that is freed already is 0, as that of a view of it.
         lent = {flat.full.untyped_storage().data_ptr() for layer in self.layer.lenders()
                 for flat in layer.flats if len(flat.full)}

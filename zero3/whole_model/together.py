@@ -21,9 +21,10 @@ $$3 L \left(1 - \frac{1}{n}\right) t \quad \text{seconds in a step, and nothing 
 **Run this**: `python -m pytest tests/whole_model/test_together.py -k collectives`.
 
 **Not covered, and what that costs**: a layer whose parameters have two names, or that has units
-inside, keeps a unit of its own, and so do leaves. Layers of a shared unit cannot be frozen one by
-one, and `parameters()` of one of them is empty. The fused loop of AdamW rounds the last elements of
-a shard in another way, so the last place may differ.
+inside, keeps a unit of its own, and so do `leaf_classes`. Layers of a shared unit cannot be frozen
+one by one. Only the wrapped model's `parameters()` has the shared shards, not those of a layer or
+of a list of layers. The fused loop of AdamW rounds the last elements of a shard in another way, so
+the last place may differ.
 """
 
 from collections.abc import Iterable
