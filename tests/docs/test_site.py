@@ -2,6 +2,7 @@
 # The site: it is built whole, its checks find what is wrong, and a browser can use it
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -399,8 +400,9 @@ def test_a_figure_that_was_typed_or_is_not_known_is_refused(measured):
 # ---------------------------------------------------------------------------------------- browser
 
 
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
+@contextlib.contextmanager
+def started(profile, *flags):
+    """A browser that keeps what it stores in a folder"""
     if not (shutil.which("chromium") and shutil.which("chromedriver")):
         pytest.skip("chromium and chromedriver are not installed")
     from selenium import webdriver
@@ -416,21 +418,44 @@ def chromium(tmp_path_factory):
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
     for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-"
-                 "background-networking", "disable-component-update", "disable-sync"):
+                 "background-networking", "disable-component-update", "disable-sync", *flags):
         options.add_argument(f"--{flag}")
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
+    options.add_argument(f"--user-data-dir={profile}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     service = webdriver.ChromeService(shutil.which("chromedriver"))
     driver = Browser(options=options, service=service)
-    yield driver
-    driver.quit()
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    with started(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
 
 
 @pytest.fixture
 def browser(chromium):
     yield chromium
-    # A page that complains is broken.
-    assert [entry for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"] == []
+    expect_no_complaint(chromium)
+
+
+@pytest.fixture
+def measuring(tmp_path):
+    """
+    A browser that paints in one thread, which takes a third less for each page. It shows some
+    animations late, so it is for the sizes of what is on a page alone.
+    """
+    with started(tmp_path / "profile", "disable-threaded-compositing") as driver:
+        yield driver
+        expect_no_complaint(driver)
+
+
+def expect_no_complaint(driver):
+    """A page that complains is broken."""
+    assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
 def look(browser, size, theme="light"):
@@ -445,22 +470,22 @@ def find(browser, selector):
     return browser.find_element("css selector", selector)
 
 
-def test_no_page_is_wider_than_its_window_and_every_formula_is_drawn(site, browser):
+def test_no_page_is_wider_than_its_window_and_every_formula_is_drawn(site, measuring):
     """
     Nothing is cut, nothing is fetched from elsewhere, and formulas and pictures have a size. Of the
     pages of tests, which are long and made alike, every third is looked at.
     """
     tests = sorted(site.glob("test_*.html"))
     sizes = [WIDE, PHONE]
-    look(browser, sizes[0])
+    look(measuring, sizes[0])
     for path in sorted({*site.glob("*.html")} - {*tests}) + tests[::3]:
-        browser.get(path.as_uri())
-        assert what_is_wrong(browser) == (0, [], []), (path.name, sizes[0])
+        measuring.get(path.as_uri())
+        assert what_is_wrong(measuring) == (0, [], []), (path.name, sizes[0])
         # A window may change while it shows a page, and loading a page takes longest. The next page
         # is loaded in this size: to change it first would lay out the old page again.
         sizes.reverse()
-        look(browser, sizes[0])
-        assert what_is_wrong(browser) == (0, [], []), (path.name, sizes[0])
+        look(measuring, sizes[0])
+        assert what_is_wrong(measuring) == (0, [], []), (path.name, sizes[0])
 
 
 def what_is_wrong(browser):
