@@ -308,7 +308,7 @@ def test_what_cannot_be_right_is_an_error(ours):
     """
     Each says what to do. Breaks if a plain `Accelerator` does something else in silence.
     Proves `Accelerator.__init__`, `Accelerator.clip_grad_value_`, `pairs.check`,
-    `check_rest`.
+    `check_rest`, `trains`.
     """
     for name, cure in {
             "fp16": "loss_scale", "bf16": "model.bfloat16()", "compile": "zero3.compile",

@@ -221,7 +221,7 @@ def test_what_cannot_be_right_is_an_error(ours):
     """
     Each says what to do. Breaks if Fabric does something else in silence.
     Proves `Zero3Strategy.setup_module`, `look_at_wrapper`, `elsewhere`, `check_rest`,
-    `pairs.steps`.
+    `pairs.trains`.
     """
     for name, cure in {
             "DDP": "Zero3Strategy", "one rank": "before `wrap`", "mixed": "model.bfloat16()",

@@ -1298,7 +1298,7 @@ def test_what_persists_is_gathered_again_after_a_change_of_its_shards_and_of_not
     """
     A step of another model's optimizer, on one rank even, changes nothing; a write into a shard
     does.
-    Proves `Zero3Layer.fetch_params`, `Zero3Model`, `ShardedModel.get_trainable_chunk`.
+    Proves `Zero3Layer.fetch_params`, `Unit.refresh`, `ShardedModel.get_trainable_chunk`.
     """
     assert run(foreign_step, 2) == [0.0, 0.0]
 

@@ -28,10 +28,10 @@ def optimizer_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
     ## The optimizer of a sharded model, if it is one of these
     """
     return next((each for each in optimizers
-                 if isinstance(model, ShardedModel) and steps(each, model)), None)
+                 if isinstance(model, ShardedModel) and trains(each, model)), None)
 
 
-def steps(optimizer: torch.optim.Optimizer, model: ShardedModel) -> bool:
+def trains(optimizer: torch.optim.Optimizer, model: ShardedModel) -> bool:
     """
     ## Whether an optimizer steps shards of this model
     """
@@ -49,7 +49,7 @@ def check_rest(who: str, rest: Iterable[torch.optim.Optimizer], models: Iterable
     * `rest` are the optimizers in no pair: all ranks would load the states of rank 0
     """
     lost = [type(each).__name__ for each in rest if isinstance(each, Zero3Optimizer)
-            or any(steps(each, model) for model in models)]
+            or any(trains(each, model) for model in models)]
     check(not lost, f"{who} cannot save or load an optimizer alone", "with each optimizer its "
           "model, which no other one steps", lost,
           f"{cure}; in place of several take one `Zero3Optimizer`, with `group_by=`")

@@ -190,6 +190,8 @@ def bucket(graph: fx.Graph,
            bucket_numel: int) -> fx.Graph:
     """
     ## Let a reduce wait for the next one, while both are small
+
+    Small layers share gathers only in a unit of several layers (see `together.py`).
     """
     before: tuple[fx.Node, fx.Node] | None = None
     for pair in zip(find(graph, reduce), find(graph, finish), strict=True):
