@@ -145,8 +145,8 @@ def whole_values(module: nn.Module) -> Iterator[None]:
                 own[name].detach().new_full(part.shape, torch.nan), own[name].requires_grad)
         yield
         for name, part in parts.items():
-            mine = own[name].detach()
-            mine.copy_(part.take(module.get_parameter(name).detach()).view_as(mine))
+            taken = part.take(module.get_parameter(name).detach())
+            own[name].detach().copy_(taken.view_as(own[name]))
     finally:
         module._parameters.update(own)
 
