@@ -225,12 +225,12 @@ class Zero3Layer(Sharded):
         layer. `_wait_params` waits for it. All ranks must call this. A rank sends its shard to each
         other rank, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
-        # If backward reaches it a second time, a reduce may still be in flight. It comes first: it
-        # sends the flat gradient, and on the CPU the others arrive in `flat.full`.
-        self.reducer.finish(self)
         # A prefetch may have started it already.
         if self.is_fetched or self.is_full_elsewhere or not self.flats:
             return
+        # If backward reaches the layer a second time, a reduce may still be in flight. It comes
+        # first: it sends the flat gradient, and on the CPU the others arrive in `flat.full`.
+        self.reducer.finish(self)
         self._settle_at_end_of_backward()
         self.is_fetched = True
         # Gather into the *same storage* every time. The parameters are views of it, and so are the

@@ -151,9 +151,8 @@ class Sharded(Trained, Guarded):
         self.reshard()
         # Into another buffer, so that a view that the caller keeps stays valid.
         with torch.inference_mode(False), torch.no_grad():
-            fulls = [torch.empty_like(flat.full) for flat in self.flats]
-            pairs = [(full, flat.storage.load())
-                     for full, flat in zip(fulls, self.flats, strict=True)]
+            pairs = [(torch.empty_like(flat.full), flat.storage.load()) for flat in self.flats]
+            fulls = [full for full, _ in pairs]
             self.comm.all_gather(self, pairs).wait()
         for flat in self.flats:
             flat.storage.release(self.comm.fetch_stream)

@@ -189,7 +189,7 @@ class LayerGuard:
         Then hide the parameters: until backward a use outside is an error, also if the layer stays
         full. A recomputation is followed by backward, and a unit hides its own.
         """
-        for layer in (self.layer, *getattr(self.layer, "externals", ())):
+        for layer in (self.layer, *self.layer.externals):
             layer.guard.after_backward()
         # The address of a layer that is freed already is 0, as that of a view of it.
         lent = {flat.full.untyped_storage().data_ptr() for layer in self.layer.lenders()

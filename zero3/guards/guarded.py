@@ -55,6 +55,7 @@ class Guarded(nn.Module, Named):
     is_full_elsewhere = False  # inside `full_params` the parameters are whole in other memory
     gathered_versions: tuple[int, ...] = ()  # `shard_versions` when the last one began
     users: Collection[Guarded] = ()  # in a whole model: who computes with its parameters now
+    externals: Collection[Any] = ()  # and whose parameters it computes with
 
     def fetch_for_others(self) -> bool:
         """

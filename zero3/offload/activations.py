@@ -200,7 +200,7 @@ class Forward:
         around = (self.layer, *getattr(self.layer, "outside", ()))
         borrowed = (_storage_of(flat.full)
                     for each in around
-                    for unit in (each, *getattr(each, "externals", ()))
+                    for unit in (each, *each.externals)
                     for flat in unit.flats)
         key = _storage_of(tensor)
         return is_small or key in self.own or key in borrowed

@@ -49,7 +49,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.links import Links
 from zero3.comm.order import Group
-from zero3.comm.parts import connect
 from zero3.comm.reducer import Reducer
 from zero3.estimate.ledger import Ledger
 from zero3.flat import own_modules
@@ -100,7 +99,6 @@ class Zero3Model(StandIn, ShardedModel):
         # Units that stand for no module. Here the model finds their shards.
         self.beside = nn.ModuleList(
             unit for unit in self.units if isinstance(unit.module, Together))
-        self.sharded_layers = tuple(self.units)
         self.tied = wrapping.tied_by_name()  # parameters with several names, by these
         self.layout = wrapping.layout  # the names of the parameters that a plain module has
         self.module = self.units[0]
@@ -111,7 +109,7 @@ class Zero3Model(StandIn, ShardedModel):
         self._limit_live(max_live_numel, prefetch_numel)
         self.mark_persistent_parameters(persist_below_numel)
         self._count_steps()
-        connect(self)
+        self._take(self.units)
         self.known = Known([self])
 
     def _number_units(self) -> None:
