@@ -116,6 +116,7 @@ def parts(folder):
     found["one rank"] = refused(lambda: ours.setup(one))
     found["mixed"] = refused(lambda: made(precision="bf16-mixed").setup(*small()))
     in_bf16 = made(precision="bf16-true")
+    found["converted"] = refused(lambda: in_bf16.setup(*small()))
     model = in_bf16.setup(wrap(nn.Sequential(nn.Linear(4, 4)).bfloat16(), nn.Linear))
     with model.full_params() as params:
         found["bf16"] = {each.dtype for each in params.values()}
@@ -225,6 +226,7 @@ def test_what_cannot_be_right_is_an_error(ours):
     """
     for name, cure in {
             "DDP": "Zero3Strategy", "one rank": "before `wrap`", "mixed": "model.bfloat16()",
+            "converted": "before `wrap`",
             "value": "clip_grad_norm=", "norm": "error_if_nonfinite=False",
             "alone": "pass both", "second": "group_by=", "torch's alone": "pass both",
             "raw": "zero3.load"}.items():

@@ -125,6 +125,7 @@ def refusals(ranks):
                 save_only_model=True, load_best_model_at_end=True, eval_strategy="epoch",
                 save_strategy="epoch")),
             "bf16": refused(lambda: told(bf16=True)),
+            "no shards": refused(lambda: Trainer._load_from_checkpoint(None, "refused")),
         }
 
 
@@ -240,9 +241,9 @@ def test_bf16_computes_in_16_bits_and_learns_in_32(folder, ours):
 def test_arguments_that_cannot_be_right_are_errors(theirs):
     """
     Each names its cure. Breaks if a run ends late, or in silence, because of one of them.
-    Proves `Trainer.__init__`.
+    Proves `Trainer.__init__`, `Trainer._load_from_checkpoint`.
     """
     for name, words in {"sharded": "shard=lambda", "optimizers": "create_optimizer",
                         "batch size": "auto_find_batch_size", "best": "save_only_model",
-                        "bf16": "model.bfloat16()"}.items():
+                        "bf16": "model.bfloat16()", "no shards": "save_only_model"}.items():
         assert words in theirs["refused"][name], name

@@ -93,8 +93,7 @@ class Zero3Strategy(DDPStrategy):
         """
         ### Take a sharded model as it is
 
-        Raises `RuntimeError` if it is not sharded over all ranks, or if Fabric would compute it
-        under autocast.
+        Raises `RuntimeError` if it is not sharded over all ranks, or not in Fabric's precision.
         """
         if not isinstance(module, ShardedModel):
             return super().setup_module(module)
@@ -107,6 +106,12 @@ class Zero3Strategy(DDPStrategy):
               "the strategy cannot train this model in mixed precision",
               "`precision=\"bf16-true\"`", precision, "call `model.bfloat16()` before "
               "`wrap`; `Zero3Optimizer` keeps fp32 masters")
+        # Fabric has converted the shards already.
+        dtypes = [(flat.full.dtype, flat.shard.dtype)
+                  for layer in module.sharded_layers for flat in layer.flats]
+        check(all(full == shard for full, shard in dtypes),
+              "the strategy cannot convert a sharded model", "a model in that precision", dtypes,
+              "call `model.bfloat16()` before `wrap`, and wrap it again")
         self.models.add(module)
         return module
 

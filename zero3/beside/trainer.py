@@ -182,7 +182,13 @@ class Trainer(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         """
         #### Nothing yet: the weights are loaded with the states, once there is an optimizer
+
+        Raises `ValueError` if there are none.
         """
+        expect((Path(resume_from_checkpoint) / FOLDER).exists(), "Trainer: "
+               "`resume_from_checkpoint`", "a checkpoint with shards and states",
+               resume_from_checkpoint, "save without `save_only_model`; or begin anew with its "
+               "weights, by `from_pretrained`")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """
