@@ -23,12 +23,14 @@ from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.comm.collectives import _ORDER_TAG
 from zero3.comm.order import Listener, Sender
 from zero3.comm.reducer import Reducible
+from zero3.compiler.model import CompiledUnit
 from zero3.estimate.ledger import Ledger
 from zero3.flat import GradientSink, Storage, StorageFactory
 from zero3.guards import moments
 from zero3.guards.guarded import Announced, Guarded, Sharers
 from zero3.guards.options import Named
 from zero3.schedule import Chain, Schedule
+from zero3.whole_model.units import Unit
 
 PACKAGE = Path(__file__).parents[1] / "zero3"
 # From the ground up: a file imports only files of its own row or of rows above it.
@@ -336,3 +338,22 @@ def test_each_seam_is_filled_by_parts_of_its_type(tmp_path):
     assert unit.schedule.ahead(unit) == []
     # A gradient on its way to a file arrives in CPU memory first.
     assert states.grad_device == torch.device("cpu")
+
+
+def test_few_methods_of_the_heart_are_replaced():
+    """
+    A later chapter fills a seam, and replaces a method of `Zero3Layer` only where there is none.
+    Breaks if a chapter replaces another one: look for a seam first.
+    Proves `Zero3Layer`, `Unit`, `CompiledUnit`.
+    """
+    heart = {name for name in vars(Zero3Layer) if name.strip("_") and name[:2] != "__"}
+    replaced = {kind.__name__: heart & {*vars(kind)} for kind in (Unit, CompiledUnit)}
+    assert replaced == {
+        "Unit": {"_release", "forward", "_pre_backward_hook", "is_over", "_backup_grads", "settle"},
+        "CompiledUnit": {"_wait_params", "forward", "reduce", "_settle_at_end_of_backward",
+                         "settle"}}
+    layers = {node.name for path in PACKAGE.rglob("*.py")
+              for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+              if isinstance(node, ast.ClassDef) and {"Zero3Layer", "Unit", "CompiledUnit"} & {
+                  base.id for base in node.bases if isinstance(base, ast.Name)}}
+    assert layers == replaced.keys()

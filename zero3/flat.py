@@ -109,8 +109,7 @@ class GradientSink(Protocol):
     shard's optimizer states rest elsewhere.
     """
 
-    @property
-    def grad_device(self) -> torch.device: ...
+    grad_device: torch.device
 
     # Add a reduced gradient, (shard_numel,), on `grad_device`, of the parameters with these names.
     def add_grad(self, total: torch.Tensor, names: Names = ()) -> None: ...

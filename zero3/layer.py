@@ -176,8 +176,7 @@ class Zero3Layer(Sharded):
         pieces = []
         for p in params:
             padding_numel = self.comm.aligned(p.numel(), dtype) - p.numel()
-            pieces.append(p.detach().reshape(-1))
-            pieces.append(self._empty(padding_numel, dtype).zero_())
+            pieces += [p.detach().reshape(-1), self._empty(padding_numel, dtype).zero_()]
         numel = sum(map(len, pieces))
         shard_numel = self.comm.aligned(-(-numel // self.comm.world_size), dtype)
         padding_numel = self.comm.world_size * shard_numel - numel
@@ -228,8 +227,8 @@ class Zero3Layer(Sharded):
         # A prefetch may have started it already.
         if self.is_fetched or self.is_full_elsewhere or not self.flats:
             return
-        # If backward reaches the layer a second time, a reduce may still be in flight. It comes
-        # first: it sends the flat gradient, and on the CPU the others arrive in `flat.full`.
+        # If backward reaches the layer a second time, a reduce may still be in flight. It ends
+        # first, because on the CPU the other ranks' gradients arrive in `flat.full`.
         self.reducer.finish(self)
         self._settle_at_end_of_backward()
         self.is_fetched = True
@@ -269,7 +268,7 @@ class Zero3Layer(Sharded):
         gather cannot finish, so the memory is kept (see `in_flight.py`).
         """
         self.kept_for = None
-        if not self.is_fetched:
+        if self.holders or not self.is_fetched:
             return
         if not self.comm.broken:
             self._wait_params()
@@ -326,7 +325,7 @@ class Zero3Layer(Sharded):
         except BaseException:
             # Checkpointing may stop a recomputation early by an exception, and backward goes on.
             if not recompute:
-                self._cleanup_params()
+                self.reshard()
             raise
         self.listener.record(self, "computed")
         if not recompute:
@@ -382,6 +381,8 @@ class Zero3Layer(Sharded):
         param.grad = None
         self.guard.before_grad(grad, slot.names[0])
         self._settle_at_end_of_backward()
+        # A layer that has stayed full may still send this flat gradient.
+        self.reducer.finish(self)
         if flat.grad is None:
             # (world_size * shard_numel,), device, of the data type that is reduced.
             full_grad = self._empty(len(flat.full), flat.shard.grad_dtype)
@@ -585,13 +586,14 @@ class Zero3Sequential(ShardedModel):
 
 # ## What later chapters replace
 #
-# Each later chapter hands a layer another part. There are seven such places, the *seams*:
+# Each later chapter hands a layer another part. There are eight such places, the *seams*:
 #
 # | seam | here | a later chapter hands in |
 # |---|---|---|
 # | communicator: `layer.comm` | all ranks | some of them, or replicas |
 # | storage: `flat.storage` | memory of the device | CPU memory, or a file |
 # | schedule: `layer.schedule` | the neighbours in a chain | the order of the last step |
+# | holders: `layer.holders` | nobody holds it | units and stages that need it whole |
 # | gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | another tier; buckets |
 # | listener: `layer.listener` | nobody listens | `Ledger`, which records a run |
 # | saving: `layer.saving` | autograd keeps what it saves | CPU memory, or a file |

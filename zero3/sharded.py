@@ -100,6 +100,8 @@ class Sharded(Trained, Guarded):
         self.module = module
         self.label = type(module).__name__
         self.flats = []
+        # Who needs the full parameters now. A layer is not freed as long as there is one.
+        self.holders = set()
         # `Zero3Sequential` sets these. A layer that is in a chain twice, or in two chains, has two
         # next layers.
         self.prev_layer: list[Sharded] = []
@@ -112,10 +114,11 @@ class Sharded(Trained, Guarded):
 
     def reshard(self) -> None:
         """
-        ### Reshard (free)
+        ### Reshard (free), whoever still holds the layer
 
         After a step, parameters that stayed full would keep their old values.
         """
+        self.holders.clear()
         self._cleanup_params()
 
     def read_async(self) -> None:
@@ -236,8 +239,7 @@ class Sharded(Trained, Guarded):
         ### Buffers of this layer, besides its shards and their gradients, for a `Ledger`
         """
         for flat in self.flats:
-            yield flat.full
-            yield flat.grad
+            yield from (flat.full, flat.grad)
         yield from self.reducer.held_tensors()
         yield from self.offload.memory()
 

@@ -183,9 +183,8 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     `_Batch.reduce`, `_Batch.send_tied`, `_Batch.receive_tied`, `_Batch.send_tied_gradient`,
     `_Batch.receive_tied_gradient`, `_trainable`, `Channels`, `Channels.send`,
     `Channels.receive`, `Channels.end`, `Channels._ask`, `_has_rows`, `Stage`,
-    `Stage.unshard`, `Stage.reshard`, `Stage.begin`, `StageLayer`, `StageLayer.hold`,
-    `StageLayer.release`, `InTurn`, `untie`, `holder`, `Communicator.over_stages`, `Group.gather`,
-    `actions`.
+    `Stage.unshard`, `Stage.reshard`, `Stage.begin`, `InTurn`, `untie`, `holder`,
+    `Communicator.over_stages`, `Group.gather`, `actions`.
     """
     stages, shards = shape
     cases = [(gpt, shape, m, NAMES, (), torch.double, 2,

@@ -229,7 +229,7 @@ def test_formula_list_and_measurement_agree(shape):
     For each schedule and choice: the closed formula, the count over the list, and what a `Ledger`
     has measured on real ranks. Breaks with a list that gathers at another place.
     Proves I3, I4, `actions`, `costs`, `_with_gathers`, `Stage.unshard`,
-    `Stage.reshard`, `StageLayer.hold`, `StageLayer.release`, `Channels.send`.
+    `Stage.reshard`, `Channels.send`.
     """
     tried = some(shape)
     for rank, steps in enumerate(run(measured_steps, prod(shape), shape, tried)):
@@ -312,7 +312,7 @@ def test_the_recorded_run_is_the_list(shape):
     on. Layers are gathered where the list says `unshard`, or inside each pass. Breaks if a rank did
     anything sooner or later than its list.
     Proves I6, `Pipeline.train_batch`, `actions`, `timeline`, `bubble`, `costs`, `needed`,
-    `Stage.begin`, `StageLayer._cleanup_params`, `_Batch`.
+    `Stage.begin`, `_Batch`.
     """
     p, n = shape
     tried = some(shape)

@@ -74,7 +74,7 @@ def nothing_but_persistent(model):
         stays = unit.persistent and unit.is_fetched
         full_bytes = sum(g.full.untyped_storage().nbytes() for g in unit.flats)
         assert full_bytes == stays * sum(g.full.nbytes for g in unit.flats), unit.label
-        assert not unit.users and not model.order.stack
+        assert not unit.holders and not model.order.stack
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

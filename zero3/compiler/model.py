@@ -88,7 +88,7 @@ from zero3.whole_model.wrap import Classes, Zero3Model, wrap
 ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}
 _OPTIONS = ("leaf_classes", "unit_bytes", "offload", "device", "seed", "init", "checkpoint", "mesh",
             "activations")
-# In a unit's `users` for code outside of graphs, until backward ends. A unit would leave before.
+# In a unit's `holders` for code outside of graphs, until backward ends. A unit would leave before.
 _OUTSIDE: Any = object()
 # Dynamo says of these that they were left out on purpose.
 _OURS = ("CompiledUnit._forward_with_hooks", "CompiledUnit.fetch_for_others")
@@ -154,7 +154,7 @@ class CompiledUnit(Unit):
         """
         self._prepare(recompute=False)
         self.by_hooks = False
-        self.users.discard(_OUTSIDE)
+        self.holders.discard(_OUTSIDE)
         self.reshard()
 
     # ------------------------------------------------------------------- operations of a graph
@@ -163,7 +163,8 @@ class CompiledUnit(Unit):
         """
         ### Wait for the all-gather, and return the parameters
         """
-        # If the layer was kept, this finishes its gradients in flight, before it collects others.
+        # If the layer was kept, its gradients may be in flight, and it is about to collect others.
+        self.reducer.finish(self)
         self.fetch_params()
         gather = self._gather
         self._gather = None
@@ -193,8 +194,8 @@ class CompiledUnit(Unit):
             for flat in self.flats:
                 in_flight.free(flat.full)
             self.listener.record(self, "free", sum(flat.full.nbytes for flat in self.flats))
-        elif not self.users:
-            self.reshard()
+        else:
+            self._cleanup_params()
 
     def collect(self, place: int, grad: torch.Tensor) -> None:
         """
@@ -300,7 +301,7 @@ class CompiledUnit(Unit):
         """
         if self.order.stack or in_backward() or not self.root.running:
             return super().fetch_for_others()
-        self.users.add(_OUTSIDE)
+        self.holders.add(_OUTSIDE)
         self.by_hooks = True
         # This layer, or the layers that share this unit.
         shares = isinstance(self.module, Together)
@@ -339,7 +340,7 @@ class CompiledUnit(Unit):
                 self.reducer.drop(unit)
                 unit.drop_full_grads()
                 unit.reshard()
-        self.users.discard(_OUTSIDE)
+        self.holders.discard(_OUTSIDE)
         self.hooked.clear()
         super().settle(raised)
 

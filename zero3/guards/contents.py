@@ -200,7 +200,7 @@ class LayerGuard:
                 not has_memory or tensor.untyped_storage().data_ptr() not in lent,
                 "puts out freed memory", "a tensor of its own",
                 "a view of a parameter", "clone it")
-        if self.layer.is_fetched and not (self.layer.users or recompute):
+        if self.layer.is_fetched and not (self.layer in self.layer.holders or recompute):
             for flat in self.layer.flats:
                 flat.close(is_freed=False)
 

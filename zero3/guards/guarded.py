@@ -54,7 +54,7 @@ class Guarded(nn.Module, Named):
     is_fetched = False  # from the start of an all-gather until the layer is freed
     is_full_elsewhere = False  # inside `full_params` the parameters are whole in other memory
     gathered_versions: tuple[int, ...] = ()  # `shard_versions` when the last one began
-    users: Collection[Guarded] = ()  # in a whole model: who computes with its parameters now
+    holders: set[object]  # who needs its full parameters now
     externals: Collection[Any] = ()  # and whose parameters it computes with
 
     def fetch_for_others(self) -> bool:

@@ -61,6 +61,7 @@ from zero3.comm.mesh import groups_of
 from zero3.comm.order import Counted
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect, same
+from zero3.layer import Zero3Layer
 from zero3.offload.activations import Activations
 from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
@@ -69,7 +70,6 @@ from zero3.pipeline.schedules import PASSES, Action, actions
 from zero3.pipeline.stages import (
     Plan,
     Stage,
-    StageLayer,
     balanced,
     holder,
     layer_of,
@@ -153,14 +153,14 @@ class Pipeline(ShardedModel):
         self.across.broadcast(tensor for layer in layers
                               for tensor in (*layer.parameters(), *layer.buffers()))
         shared_by = mesh[mesh.mesh_dim_names[1:]]  # type: ignore[index]
-        make = partial(StageLayer, mesh=shared_by, activations=activations)
+        make = partial(Zero3Layer, mesh=shared_by, activations=activations)
         self._build(plan, make, Offload.of(offload))
         self._connect()
         self._free_others(plan)
         self.channels = Channels(self.across.group, self.comm.ranks, self.device)
 
     def _build(self, plan: Plan,
-               make: Callable[..., StageLayer],
+               make: Callable[..., Zero3Layer],
                offload: Offload | None) -> None:
         """
         #### Shard the layers of this rank's stages, and its tied weights
@@ -173,8 +173,8 @@ class Pipeline(ShardedModel):
             {str(i): layer for i, layer in built.items()})
         self.sharded_layers = tuple(built.values())
         # The layer of tied weights. `borrowed` is set if another rank keeps them.
-        self.tied: tuple[StageLayer, ...] = ()
-        self.borrowed: tuple[StageLayer, ...] = ()
+        self.tied: tuple[Zero3Layer, ...] = ()
+        self.borrowed: tuple[Zero3Layer, ...] = ()
         if plan.tied and self.place in plan.partners:
             self._build_tied(plan, make, offload)
         # A dict is not registered: its layers are in `module_list` already.
@@ -185,7 +185,7 @@ class Pipeline(ShardedModel):
             self.stages[s] = Stage(layers, self.tied if s in self.ends else ())
 
     def _build_tied(self, plan: Plan,
-                    make: Callable[..., StageLayer],
+                    make: Callable[..., Zero3Layer],
                     offload: Offload | None) -> None:
         """
         #### Shard the tied weights, kept or borrowed

@@ -57,48 +57,13 @@ class InTurn(Chain):
         return False
 
 
-class StageLayer(Zero3Layer):
-    """
-    ## A layer that can be held
-
-    Two stages of one rank may use the same tied weights, so it knows who holds it.
-    """
-
-    holders: frozenset["Stage"] = frozenset()
-
-    def hold(self, stage: "Stage") -> None:
-        """
-        ### Gather the layer, and keep it whole
-        """
-        self.holders = self.holders | {stage}
-        # Nobody calls the layer of tied weights, so it would not notice that they were frozen.
-        self._follow_requires_grad()
-        self.fetch_params()
-
-    def release(self, stage: "Stage") -> None:
-        """
-        ### Free the layer, unless another stage still holds it
-        """
-        self.holders = self.holders - {stage}
-        self._cleanup_params()
-
-    def reshard(self) -> None:
-        # After a fault no stage releases it.
-        self.holders = frozenset()
-        super().reshard()
-
-    def _cleanup_params(self) -> None:
-        if not self.holders:
-            super()._cleanup_params()
-
-
 class Stage(Zero3Sequential):
     """
     ## One stage of a pipeline
     """
 
-    def __init__(self, layers: dict[int, StageLayer],
-                 tied: tuple[StageLayer, ...]):
+    def __init__(self, layers: dict[int, Zero3Layer],
+                 tied: tuple[Zero3Layer, ...]):
         """
         ### Link the layers
 
@@ -124,7 +89,11 @@ class Stage(Zero3Sequential):
         if backward:
             layers.reverse()
         for layer in (*self.tied, *layers):
-            layer.hold(self)
+            # Two stages of one rank may hold the same tied weights.
+            layer.holders.add(self)
+            # Nobody calls the layer of tied weights, so it would not notice that they were frozen.
+            layer._follow_requires_grad()
+            layer.fetch_params()
 
     def begin(self) -> None:
         """
@@ -135,10 +104,11 @@ class Stage(Zero3Sequential):
 
     def reshard(self) -> None:
         """
-        ### Free all layers
+        ### Free all layers, unless another stage still holds them
         """
         for layer in (*self.module_list, *self.tied):
-            layer.release(self)
+            layer.holders.discard(self)
+            layer._cleanup_params()
 
 
 class Plan:

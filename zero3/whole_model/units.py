@@ -46,7 +46,7 @@ The first three counts are per micro-batch. A unit is always in one of these sta
 |---|---|---|---|
 | at rest | freed | closed | it is gathered, ahead or on demand |
 | in flight | whole, filling | closed | a unit that needs it computes |
-| in use | whole | open | all its `users` have computed |
+| in use | whole | open | all its `holders` have computed |
 | staying | whole | closed | it computes again, or the pass ends, or the optimizer steps |
 
 *Closed* parameters report each use. So the first use of one unit's parameter by another is noticed
@@ -249,8 +249,6 @@ class Unit(StandIn, Zero3Layer):
         self.inside: list[Unit] = []  # units below it in the tree of modules
         self.outside: list[Unit] = []  # units above it
         self.externals: list[Unit] = []  # units whose parameters its modules use
-        # The units that compute with its parameters now, forward or backward; itself among them.
-        self.users: set[Unit] = set()
         # The state of the shards that it was gathered from, if it is persistent.
         self._stamp: Any = None
 
@@ -374,16 +372,16 @@ class Unit(StandIn, Zero3Layer):
         """
         yield self
         yield from (unit for unit in (*self.inside, *self.externals)
-                    if not unit.users - {self})
+                    if not unit.holders - {self})
 
     def leave(self) -> None:
         """
         ### Stop using parameters, its own and those of other units
         """
-        self.users.discard(self)
+        self.holders.discard(self)
         for unit in self.externals:
-            unit.users.discard(self)
-            if not unit.users:
+            unit.holders.discard(self)
+            if not unit.holders:
                 unit._release()
 
     # -------------------------------------------------------------------------------- fetch, free
@@ -416,7 +414,7 @@ class Unit(StandIn, Zero3Layer):
         if stack:
             user = stack[-1]
             user.externals.append(self)
-            self.users.add(user)
+            self.holders.add(user)
         return True
 
     def show(self) -> None:
@@ -430,10 +428,10 @@ class Unit(StandIn, Zero3Layer):
         """
         #### Reshard, unless another unit uses it, it computes again soon, or it persists
         """
-        self.users.discard(self)
+        self.holders.discard(self)
         if call is not None and self.order.trace.kind == "forward":
             self.order.trace.left.append(self)
-        if self.users:
+        if self.holders:
             return
         if not (self.persistent or self.order.stays_full(self, call)):
             self.reshard()
@@ -461,7 +459,7 @@ class Unit(StandIn, Zero3Layer):
         """
         # The root's operations run between all other units.
         is_around = self is self.order.root or any(
-            unit.watch.pending or unit in unit.users for unit in self.inside)
+            unit.watch.pending or unit in unit.holders for unit in self.inside)
         # A frozen parameter may lie between the unit and a gradient of another unit's parameter.
         is_between = any(not flat.shard.requires_grad for flat in self.flats) and any(
             unit.get_trainable_chunk() for unit in self.externals)
@@ -474,15 +472,6 @@ class Unit(StandIn, Zero3Layer):
         watch = self.watch
         return (watch.inputs_left == 0 and not watch.pending and bool(watch.entered)
                 and all(call.inputs for call in watch.entered))
-
-    def _post_backward_hook(self, flat_index: int, slot_index: int, param: nn.Parameter) -> None:
-        """
-        #### The gradient of a parameter is ready: add it to the flat gradient
-        """
-        # A unit that stays full may still have a flat gradient in flight.
-        if self in self.reducer.layers:
-            self.reducer.finish(self)
-        super()._post_backward_hook(flat_index, slot_index, param)
 
     @torch.no_grad()
     def _backup_grads(self) -> None:
@@ -528,9 +517,9 @@ class Unit(StandIn, Zero3Layer):
         ### Finish the unit's part of a backward pass
         """
         self.leave()
-        if not (self.users or self.persistent):
-            # An outer backward pass may still use it.
-            self.reshard()
+        if not self.persistent:
+            # Unless an outer backward pass still uses it.
+            self._cleanup_params()
         if not raised:
             self._fill_leaf()
         super().settle(raised)
@@ -568,7 +557,7 @@ class TracedOrder(Schedule):
                 # Outside a pass nobody knows whether the optimizer has stepped since.
                 each.refresh()
             each.kept_for = None
-            each.users.add(unit)
+            each.holders.add(unit)
         self.fetch(wanted)
         for each in wanted:
             each.show()
@@ -598,8 +587,8 @@ class TracedOrder(Schedule):
         """
         self.trace.end()
         for unit in self.units:
-            if not (unit.kept_for or unit.persistent or unit.users):
-                unit.reshard()
+            if not (unit.kept_for or unit.persistent):
+                unit._cleanup_params()
 
     def fetch(self, wanted: list[Unit]) -> None:
         """
@@ -626,7 +615,7 @@ class TracedOrder(Schedule):
         if self._fits(wanted):
             return
         unused = [unit for unit in self.units if unit.is_fetched
-                  and not (unit in wanted or unit.users or unit.persistent)]
+                  and not (unit in wanted or unit.holders or unit.persistent)]
         # The unit that comes last goes first.
         spare = sorted(unused, key=lambda unit: [*upcoming, unit].index(unit))
         while spare and not self._fits(wanted):
@@ -667,7 +656,7 @@ class TracedOrder(Schedule):
             layers = [each for each in self.units if unit in each.externals]
             return self.trace.seen[-1] is not layers[0 if self.trace.kind == "backward" else -1]
         # What the very next unit uses stays, because that takes no further memory.
-        following = next(((each, *each.externals) for each in upcoming if not each.users), ())
+        following = next(((each, *each.externals) for each in upcoming if not each.holders), ())
         return unit in following or unit in self._soon(upcoming)
 
     def _soon(self, upcoming: list[Unit]) -> list[Unit]:
@@ -683,7 +672,7 @@ def _unused(upcoming: list[Unit]) -> Iterator[Unit]:
     """
     return (unit for user in upcoming
             for unit in (user, *user.externals)
-            if not unit.users)
+            if not unit.holders)
 
 
 def _first(units: Iterable[Unit], most_numel: int) -> list[Unit]:

@@ -303,7 +303,7 @@ class Zero3Model(StandIn, ShardedModel):
         """
         self.order.trace.end()
         for unit in self.units:
-            unit.users.clear()
+            unit.holders.clear()
             unit.reshard()
 
     @torch.no_grad()
