@@ -1054,6 +1054,24 @@ def test_a_save_that_a_step_ends_leaves_one_hook_at_most(tmp_path):
     assert run(looks_beside_others, 1, tmp_path) == [2]
 
 
+def test_a_model_that_is_built_anew_loads_what_another_is_still_saving(tmp_path):
+    """
+    As in a notebook, whose next cell builds the model again. Breaks where it loads the checkpoint
+    before the last, or where its own save removes the files that a thread still writes.
+    Proves `_end_last_save`, `Saving.begin`.
+    """
+    first, optimizer = shard(plain())
+    save(tmp_path, first, optimizer, step=1)
+    train(first, optimizer, 0)
+    save(tmp_path, first, optimizer, step=2, async_write=True)
+    second, other = shard(plain(1))
+    load(tmp_path, second, other)
+    assert same(weights(second), weights(first))
+    saving = save(tmp_path, first, optimizer, step=3, async_write=True)
+    save(tmp_path, second, other, step=4)
+    assert saving.wait().exists() and [*steps(tmp_path)] == [3, 4]
+
+
 # ------------------------------------------------------------------------------- a hostile manifest
 
 SECRET = "the secret"

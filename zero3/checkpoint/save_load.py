@@ -51,7 +51,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -217,7 +216,7 @@ class Saving:
         self.written = worker.submit(self._write_rest, copies)
         worker.shutdown(wait=False)
         if async_write:
-            _LAST_SAVES[self.entries.comm] = self
+            _LAST_SAVES[self.entries.comm.ranks] = self
             if self.entries.optimizer is not None:
                 self.hook = self.entries.optimizer.register_step_pre_hook(self._end_if_done)
         else:
@@ -346,15 +345,15 @@ class Saving:
             raise
 
 
-# The last asynchronous save of each model, by its communicator.
-_LAST_SAVES: WeakKeyDictionary[Communicator, Saving] = WeakKeyDictionary()
+# The last asynchronous save by these ranks. A program may load it into a model that is built anew.
+_LAST_SAVES: dict[tuple[int, ...], Saving] = {}
 
 
 def _end_last_save(comm: Communicator) -> None:
     """
-    #### Wait for the last asynchronous save of this model, and remove its hook
+    #### Wait for the last asynchronous save of these ranks, and remove its hook
     """
-    last = _LAST_SAVES.pop(comm, None)
+    last = _LAST_SAVES.pop(comm.ranks, None)
     if last and last.hook:
         last.hook.remove()
     if last and not last.complete.done():
