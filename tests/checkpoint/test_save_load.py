@@ -439,6 +439,23 @@ def test_a_layer_without_elements_is_saved_and_loaded(tmp_path, torchs, kind):
         assert same(one, other)
 
 
+def test_a_parameter_without_elements_needs_no_state(tmp_path):
+    """
+    Adafactor has other states of the vector beside this matrix. Breaks where a checkpoint that
+    was just saved is refused, because it has none of this matrix.
+    Proves `Entries._check_optimizer`.
+    """
+    layer = Zero3Layer(nn.ModuleList([nn.RMSNorm(2), Empty()]))
+    layer.module.forward = layer.module[0].forward
+    optimizer = Zero3Optimizer(layer, torch.optim.Adafactor)
+    optimizer.backward(layer(torch.ones(1, 2)).sum())
+    optimizer.step()
+    save(tmp_path, layer, optimizer, step=1)
+    before = weights(layer)
+    load(tmp_path, layer, optimizer)
+    assert same(weights(layer), before)
+
+
 class Counted(EachParameter):
     """Its count of steps is a tensor of one element, and it has a moment"""
 

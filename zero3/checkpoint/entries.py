@@ -488,8 +488,8 @@ class Entries(Named):
             self._check_options(saved, groups)
         first_state_of = cache(self._first_state)
         for own in self.params:
-            # A parameter that no step has used has no state.
-            if own.group is not None and any(own.found.states.values()):
+            # A parameter without elements, or that no step has used, has no state.
+            if own.group is not None and own.slot.view.numel() and any(own.found.states.values()):
                 _check_states(own, first_state_of(own.group, own.slot.view.dim()))
         for flat in self.flats:
             if not flat.owned:
