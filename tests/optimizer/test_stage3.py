@@ -1190,28 +1190,50 @@ def test_a_step_inside_no_sync_is_refused_and_loses_nothing():
 
 
 class Counts(torch.optim.SGD):
-    """Keeps its count of steps where Schedule-Free and Prodigy do."""
+    """Keeps its count of steps where Schedule-Free does, and steps less with each."""
 
+    @torch.no_grad()
     def step(self):
-        super().step()
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-1 / group["k"])
+
+
+def counted(name, p):
+    return {"optimizer": Counts} if p.ndim == 2 else {}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 18, 0])
+@pytest.mark.parametrize("group_by", [None, counted])
+def test_a_count_in_the_param_group_counts_the_steps(bucket_bytes, group_by):
+    """
+    Three shards, or two matrices, that are stepped one by one, with a gradient of 1: two steps take
+    1 and then a half, as in plain PyTorch. Breaks where each call of the class counts.
+    Proves `in_one_step`, `Zero3Optimizer._update`, `Owners.step`.
+    """
+    model = shard([nn.Linear(2, 2), nn.Linear(2, 2), Sum(3, torch.float32)])
+    optimizer = Zero3Optimizer(model, Counts, group_by=group_by, bucket_bytes=bucket_bytes)
+    before = [s.detach().clone() for s in model.get_trainable_chunk()]
+    for _ in range(2):
+        for each in model.get_trainable_chunk():
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+    assert {group["k"] for group in optimizer.param_groups} == {2}
+    for one, other in zip(model.get_trainable_chunk(), before, strict=True):
+        torch.testing.assert_close(one.detach(), other - 1.5)
 
 
 def test_what_the_chapter_says_is_not_covered_is_so():
     """
-    A count in the param group goes up by one for each batch of small shards, and for each shard if
-    none of them is small; gradients of 1e20, whose squares fp32 does not hold, count as an
-    overflow.
-    Proves `Zero3Optimizer._update`, `Zero3Optimizer._batches`, `Zero3Optimizer._overflow`.
+    Gradients of 1e20, whose squares fp32 does not hold, count as an overflow.
+    Proves `Zero3Optimizer._overflow`.
     """
-    for bucket_bytes, calls in ((1 << 18, 1), (24, 2), (0, 2)):
-        # Two shards of six elements, 24 bytes each.
-        optimizer = Zero3Optimizer(shard([nn.Linear(2, 2), nn.Linear(2, 2)]), Counts,
-                                   loss_scale=1.0, bucket_bytes=bucket_bytes)
-        optimizer.backward(optimizer.model(torch.ones(1, 2)).sum())
-        assert optimizer.step() > 0 and optimizer.param_groups[0]["k"] == calls
-    optimizer.shard_states[0].shard.grad.fill_(1e20)
+    layer = Zero3Layer(nn.Linear(2, 2))
+    optimizer = Zero3Optimizer(layer, torch.optim.SGD, loss_scale=1.0)
+    (each,) = layer.get_trainable_chunk()
+    each.grad = torch.full_like(each, 1e20)
     assert optimizer.step() is None and optimizer.skipped_steps == 1
 
 

@@ -54,8 +54,8 @@ An optimizer that looks at more than one element at a time steps whole parameter
 shard has no rows and columns, and its norm is not the norm of a layer.
 
 **Not covered, and what that costs**: an optimizer that looks at several parameters, as L-BFGS does,
-is refused. If a class counts its steps in the param group, the count is too high, because it is
-called once for each large shard, and once for each batch of small ones.
+is refused. If a class counts its steps in an attribute, the count is too high, because it is called
+once for each large shard, and once for each batch of small ones.
 
 If only one rank lacks the gradients of some parameters of a layer, they count as zeros, and that
 rank hands the layer in at the end of backward. This is an error if the ranks then reduce in
@@ -100,6 +100,7 @@ from zero3.optimizer.whole import (
     Owners,
     Stepper,
     class_name,
+    in_one_step,
     looks_at,
 )
 from zero3.sharded import ShardedModel, comm_of
@@ -633,6 +634,7 @@ class Zero3Optimizer(Stepper):
                   for states in self.shard_states
                   if states.shard.grad is not None and not unused.issuperset(states.params)}
         batches = self._batches(pieces)
+        call = in_one_step(self.inner)
         try:
             if self.owners.wholes:
                 self.owners.step(unused, factor)
@@ -643,7 +645,7 @@ class Zero3Optimizer(Stepper):
                     if states.in_file is not None:
                         states.in_file.read_async()
                 self._update({states: pieces[states] for states in batch},
-                             factor, scratch)
+                             factor, scratch, call)
         finally:
             self.regroup(self.pieces)
 
@@ -768,11 +770,11 @@ class Zero3Optimizer(Stepper):
         return batches
 
     def _update(self, batch: dict[ShardStates, list[Piece]], factor: float,
-                scratch: dict[torch.device, torch.Tensor]) -> None:
+                scratch: dict[torch.device, torch.Tensor], call: Callable[[], None]) -> None:
         """
         #### Unscale, clip, step and round some shards
 
-        * `batch` has the pieces of each shard that have a gradient
+        * `batch` has the pieces of each shard that have a gradient, and `call` steps them
         """
         pieces = [piece for stepped in batch.values() for piece in stepped]
         with ExitStack() as in_memory:
@@ -797,7 +799,7 @@ class Zero3Optimizer(Stepper):
             for device in sorted(devices, key=lambda device: device.type == "cpu"):
                 # Otherwise the wrapped optimizer would look at all pieces for every batch.
                 self.regroup([piece for piece in pieces if piece.param.device == device])
-                self.inner.step()
+                call()
             for states, stepped in batch.items():
                 # Record it while the pieces hold the widened gradient, so that it is counted.
                 for portion in states.portions:

@@ -184,6 +184,7 @@ class Owners:
         """
         stepped = [whole for whole, states in self.wholes.items()
                    if states.shard.grad is not None and whole not in unused]
+        self.calls = {index: in_one_step(inner) for index, inner in self.inner.items()}
         try:
             for wholes in in_rounds(stepped):
                 self._collect(wholes)
@@ -259,7 +260,7 @@ class Owners:
         param.grad = wide.to(device).view(whole.shape)
         group["params"] = [param]
         try:
-            inner.step()
+            self.calls[whole.group_index]()
         except Exception as error:
             self.comm.fail(self.stepper, f"cannot step `{whole.name}`",
                            f"a step of {type(inner).__name__}", f"{type(error).__name__}: {error}",
@@ -476,6 +477,25 @@ class Stepper(torch.optim.Optimizer, Named):
     listener = Listener()
     device: torch.device  # of the step
     shard_states: list[ShardStates]
+
+
+def in_one_step(inner: torch.optim.Optimizer) -> Callable[[], None]:
+    """
+    ## A step in several calls, each for some of the parameters
+
+    Each call finds the options as the first one did. So a class that counts its steps in the param
+    group, as Schedule-Free does, counts one.
+    """
+    options = [{**group} for group in inner.param_groups]
+
+    def call() -> None:
+        for group, first in zip(inner.param_groups, options, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update(first, params=params)
+        inner.step()
+
+    return call
 
 
 # ---------------------------------------------------------------------------------------- planning
