@@ -1097,6 +1097,26 @@ def test_a_master_follows_what_is_written_into_the_shard():
         assert values == [0.25] * len(values)
 
 
+def test_a_write_of_the_same_values_leaves_the_digits_of_the_master():
+    """
+    Two hundred steps, each too small for bf16, and `clamp_` after each of them: the first changes
+    one weight. Breaks where the other weights are rounded every time, so that they never move.
+    Proves `Portion._current_master`.
+    """
+    layer = Zero3Layer(Sum(3, BF16))
+    optimizer = Zero3Optimizer(layer, torch.optim.SGD, lr=1e-3)
+    (each,) = layer.get_trainable_chunk()
+    with torch.no_grad():
+        each.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    for _ in range(200):
+        each.grad = torch.ones_like(each)
+        optimizer.step()
+        with torch.no_grad():
+            each.clamp_(max=2.5)
+    assert optimizer.state_dict()["masters"][0].tolist() == pytest.approx(
+        [0.8, 1.8, 2.301], rel=1e-4)
+
+
 def padding():
     model = shard([layer.to(BF16) for layer in chain()])
     optimizer = Zero3Optimizer(model, lr=0.1, clip_grad_norm=0.1, reduce_dtype=FP32)

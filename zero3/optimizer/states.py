@@ -604,7 +604,9 @@ class Portion:
             return storage.load()[self.where]
         master = views.get("master", self.master)
         if stale and not self.is_master:
-            master.copy_(storage.load()[self.where])
+            values = storage.load()[self.where].to(master.device)
+            # An element that was not written keeps the digits that the shard does not have.
+            master.copy_(torch.where(values == master.to(values.dtype), master, values))
             storage.release()
         return master
 
