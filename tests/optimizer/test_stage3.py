@@ -14,7 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from tests.cases import CASES, WIDTH, PlainChain, difference, freeze, train_both
+from tests.cases import (
+    CASES,
+    WIDTH,
+    EachParameter,
+    PlainChain,
+    difference,
+    freeze,
+    train_both,
+)
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save
 from zero3.estimate.ledger import Ledger, held_bytes
@@ -1145,6 +1153,22 @@ def test_padding_stays_zero_in_masters_moments_and_gradients():
     assert last == [0.0] * (2 * (3 + 5 + 5)) and 0 not in second
 
 
+class OddName(EachParameter):
+    """Has a moment under a name that a file of states has for a gradient."""
+
+    def update(self, p, lr):
+        self.state[p]["grad"] = p.grad.clone()
+        p.sub_(p.grad, alpha=lr)
+
+
+class Shared(torch.optim.SGD):
+    """Counts its steps in a state of no parameter."""
+
+    def step(self):
+        super().step()
+        self.state["steps"] = 1
+
+
 class Stray(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1167,6 +1191,8 @@ def forgets(name, p):
     "frozen": lambda m: Zero3Optimizer(Zero3Layer(freeze(nn.Linear(2, 2)))),
     "stray parameter": lambda m: Zero3Optimizer(Stray()),
     "parameters": lambda m: Zero3Optimizer(m.parameters()),
+    "a moment named grad": lambda m: Zero3Optimizer(m, OddName),
+    "a state of no parameter": lambda m: Zero3Optimizer(m, Shared),
     "an optimizer": lambda m: Zero3Optimizer(m, torch.optim.AdamW(m.parameters())),
     "a name of a class": lambda m: Zero3Optimizer(m, "adamw"),
     "a dict of groups": lambda m: Zero3Optimizer(m, group_by={"weight": {"lr": 0.1}}),
@@ -1184,8 +1210,8 @@ def test_what_cannot_work_is_refused_by_name(what, make):
     """
     Each error names rank, what was expected, what was found and what to do.
     Proves `Zero3Optimizer._check_arguments`, `Zero3Optimizer._check_model`,
-    `Zero3Optimizer._members`, `Zero3Optimizer.load_state_dict`,
-    `Zero3Optimizer.__reduce_ex__`, `Named.expect`, `stray`.
+    `Zero3Optimizer._members`, `Zero3Optimizer._place_states`, `Zero3Optimizer.load_state_dict`,
+    `Zero3Optimizer.__reduce_ex__`, `_tried`, `Named.expect`, `stray`.
     """
     with pytest.raises(RuntimeError, match=r"rank 0: the optimizer .*Expected.*Got.*What to do"):
         make(Zero3Layer(nn.Linear(2, 2)))

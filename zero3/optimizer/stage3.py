@@ -374,6 +374,9 @@ class Zero3Optimizer(Stepper):
         moments = chain(*(moments_of(optimizer_class, kwargs, group, two)[0]
                           for group in options if not is_whole(group)))
         self.moments = list(dict.fromkeys(moments))
+        # Files of states and checkpoints have other tensors under these names.
+        self.expect({"grad", "master", "param"}.isdisjoint(self.moments), "cannot use this class",
+                    "moments not named `grad`, `master` or `param`", self.moments, "rename them")
         # Check now whether there is room for everything. The first step creates the moments, and
         # would fail in the middle.
         in_memory = [portion for states in self.shard_states for portion in states.portions

@@ -584,6 +584,8 @@ def _tried(make: Maker,
                 param.grad = param.detach() % 3 - 1
             for optimizer in optimizers:
                 optimizer.step()
+    if not all(isinstance(key, torch.Tensor) for each in optimizers for key in each.state):
+        raise ValueError("a state of no parameter")
     return torch.cat([(param.detach() - value).flatten()
                       for param, value in zip(every, chain(*values), strict=True)])
 
