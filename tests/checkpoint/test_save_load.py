@@ -457,7 +457,7 @@ def test_a_parameter_without_elements_needs_no_state(tmp_path):
 
 
 class Counted(EachParameter):
-    """Its count of steps is a tensor of one element, and it has a moment"""
+    """Its count of steps is a tensor of one element; it has a moment, and a list of nine numbers"""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, lr)
@@ -466,7 +466,9 @@ class Counted(EachParameter):
         state = self.state[p]
         state["step"] = state.get("step", torch.zeros(1)) + 1
         state["sum"] = state.get("sum", torch.zeros_like(p)) + p.grad
-        p.sub_(lr * state["sum"] / state["step"])
+        state["rates"] = state.get("rates", torch.zeros(9)).roll(1)
+        state["rates"][0] = lr / state["step"]
+        p.sub_(state["sum"] * state["rates"][:2].sum())
 
 
 def goes_on_counted(folder, torchs, tier, step):
@@ -501,8 +503,8 @@ def decay_of(name, p):
 def test_a_count_that_is_a_tensor_of_one_element_is_no_moment(tmp_path, torchs, tier):
     """
     On two ranks some pieces have two elements and others one, and on one rank all have more. Breaks
-    where a count is written as a moment, with fewer elements than the piece; or where it is one
-    where a piece has one element, and the next run has more there.
+    where a count is written as a moment, with fewer elements than the piece, or the list with more;
+    or where it is one where a piece has one element, and the next run has more there.
     Proves `Entries.state_of`, `Entries.describe`, `_check_states`.
     """
     expected = run(goes_on_counted, 2, tmp_path / "run", torchs, tier, 0)

@@ -296,12 +296,12 @@ class Entries(Named):
         """
         ### The optimizer state of a piece: its moments, and the rest
 
-        A tensor of one element is a moment only in a piece of one element.
+        A moment has as many elements as the piece, or none while it rests in a file.
         """
         state = self.state.get(piece.param, {})
         moments = {key: value for key, value in state.items()
                    if isinstance(value, torch.Tensor) and value.dim() == 1
-                   and (len(value) != 1 or length(piece.where) == 1)}
+                   and len(value) in (0, length(piece.where))}
         others = {key: value for key, value in state.items()
                   if key not in moments}
         return self.spread.get(piece.param, Spread(moments, others))
