@@ -1068,6 +1068,27 @@ class Upside(nn.Module):
         return self.head(self.body(x))
 
 
+class Owns(nn.Module):
+    """Somebody's model, which passes on what the chain in it offers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Zero3Sequential([Zero3Layer(nn.Linear(2, 2))])
+
+    def get_trainable_chunk(self):
+        return self.body.get_trainable_chunk()
+
+
+def test_a_model_with_a_method_of_a_chain_is_no_chain():
+    """
+    Breaks where the optimizer does not look into a module with such a method.
+    Proves `plain_names`.
+    """
+    optimizer = Zero3Optimizer(Owns())
+    assert [each.name for each in optimizer.shard_states[0].params] == ["body.0.weight",
+                                                                        "body.0.bias"]
+
+
 def test_a_layer_that_stands_alone_is_named_by_its_path():
     """
     Its class alone would not tell which of two equal layers it is.

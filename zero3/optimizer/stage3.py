@@ -103,7 +103,7 @@ from zero3.optimizer.whole import (
     in_one_step,
     looks_at,
 )
-from zero3.sharded import ShardedModel, comm_of
+from zero3.sharded import ShardedModel, Trained, comm_of
 
 _FIRST_SCALE = 65536.0
 
@@ -995,7 +995,7 @@ def plain_names(model: nn.Module) -> dict[nn.Module, list[str]]:
 
     def visit(module: nn.Module, path: str) -> None:
         found.setdefault(module, []).append(path)
-        is_wrapper = hasattr(type(module), "get_trainable_chunk")
+        is_wrapper = isinstance(module, Trained)
         for name, child in module._modules.items():
             # A wrapper may have other attributes, which the plain model does not have.
             if child is not None and (not is_wrapper or name in ("module", "module_list")):
