@@ -932,6 +932,24 @@ def test_states_of_parameters_that_no_shard_has_are_not_lost_in_silence(tmp_path
     assert optimizer.state[temperature]["step"] == 1
 
 
+@pytest.mark.parametrize("make", [Zero3Optimizer, lambda m: torch.optim.SGD(m.parameters())])
+def test_states_of_another_optimizer_are_not_lost_in_silence(tmp_path, recwarn, make):
+    """
+    Of a pair of models, each with an optimizer. Without one, or with all frozen that it does not
+    step, nothing is lost.
+    Proves `Entries.describe`.
+    """
+    pair = nn.ModuleList([Zero3Sequential([Zero3Layer(nn.Linear(2, 2))]) for _ in range(2)])
+    optimizer = make(pair[0])
+    save(tmp_path, pair, step=1)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="states of 1 shards that this optimizer does not step"):
+        save(tmp_path, pair, optimizer, step=2)
+    pair[1].requires_grad_(False)
+    save(tmp_path, pair, optimizer, step=3)
+    assert not recwarn.list
+
+
 def test_another_model_or_optimizer_is_refused_by_name(saved):
     """
     Before anything has changed. Breaks where sizes alone are compared.

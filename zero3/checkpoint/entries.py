@@ -250,12 +250,16 @@ class Entries(Named):
         """
         ours = {piece.param for flat in self.flats for piece in flat.pieces}
         strangers = [p for p in self.state if p not in ours] if self.owners is None else []
-        if strangers:
-            warnings.warn(
-                f"rank {self.comm.global_rank}: states of {len(strangers)} parameters that are not "
-                "in the model are not saved. What to do: save them with their own model, or step "
-                "them with another optimizer, and pass its `state_dict()` in `extra`.",
-                stacklevel=2)
+        unstepped = [flat for flat in self.flats if self.optimizer and not flat.pieces
+                     and flat.parameter.shard.requires_grad and len(flat.parameter.shard)]
+        for lost, whose in ((strangers, "parameters that are not in the model"),
+                            (unstepped, "shards that this optimizer does not step")):
+            if lost:
+                warnings.warn(
+                    f"rank {self.comm.global_rank}: states of {len(lost)} {whose} are not saved. "
+                    "What to do: save them with their own model or optimizer, to another folder; "
+                    "those of no shard also in `extra`, as the `state_dict()` of an optimizer of "
+                    "their own.", stacklevel=2)
         described: list[FlatEntry] = []
         first_state_of = cache(self._first_state)
         for flat in self.flats:
