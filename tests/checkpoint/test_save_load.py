@@ -753,6 +753,22 @@ def test_the_newest_are_kept_and_a_step_may_be_saved_again(tmp_path):
     assert [*steps(tmp_path)] == [9, 10]
 
 
+def test_a_link_to_a_checkpoint_that_was_moved_is_removed_alone(tmp_path):
+    """
+    Somebody has moved the first one to another disk. Breaks where no later save succeeds, because
+    each of them fails to remove the link.
+    Proves `remove`.
+    """
+    model = Zero3Sequential([Zero3Layer(nn.Linear(2, 2))])
+    there = save(tmp_path / "run", model, step=1).wait()
+    there.rename(tmp_path / "moved")
+    there.symlink_to(tmp_path / "moved")
+    for step in (2, 3, 4):
+        save(tmp_path / "run", model, step=step)
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-00000003", "step-00000004"]
+    load(tmp_path / "moved", model)
+
+
 @pytest.mark.parametrize("value", [
     None, 1, -2.5, float("inf"), "text", [1, [2]], (1, (2, "x")), {"a": {"b": None}}, {30: 1},
     {"__tuple__": 1}, Counter({30: 1}),

@@ -129,6 +129,10 @@ def remove(checkpoint: Path) -> None:
 
     After the rename, half of it does not look like a checkpoint.
     """
+    if checkpoint.is_symlink():
+        # It was moved elsewhere, and stays there. `rmtree` refuses links, here and in later saves.
+        checkpoint.unlink()
+        return
     renamed = checkpoint.with_suffix(".removed")
     os.rename(checkpoint, renamed)
     shutil.rmtree(renamed)
