@@ -190,13 +190,16 @@ def test_every_whole_model_has_the_same_bits_with_its_activations_in_files(world
         assert visits == known == 0
 
 
-def pipelined(folder, schedule):
+def pipelined(folder, schedule, tied):
     """A pipeline of two stages: whether the gradients have the same bits, and what left"""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "shard"))
     found = []
     for where in (None, to_files(folder)):
         torch.manual_seed(0)
-        model = Pipeline([Block() for _ in range(6)], mesh, loss_fn=nn.functional.mse_loss,
+        layers = [Block() for _ in range(6)]
+        if tied:
+            layers[4].up.weight = layers[0].up.weight
+        model = Pipeline(layers, mesh, loss_fn=nn.functional.mse_loss, stages=[3, 3],
                          schedule=schedule, micro_batches=4, activations=where)
         optimizer = Zero3Optimizer(model, torch.optim.SGD, lr=0.1)
         rows = torch.cat([batch(i) for i in range(4)])
@@ -212,15 +215,15 @@ def pipelined(folder, schedule):
     return equal(*found), tape.out_bytes, tape.in_bytes
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_micro_batches_that_wait_in_a_pipeline_may_leave(schedule, tmp_path):
+@pytest.mark.parametrize("schedule, tied", [("gpipe", False), ("gpipe", True), ("1f1b", False)])
+def test_micro_batches_that_wait_in_a_pipeline_may_leave(schedule, tied, tmp_path):
     """
     Four of them, each through three layers on a rank. Under gpipe, which first sends all of them
     forward, everything leaves but the last call; under 1f1b a rank of the last stage goes backward
-    at once.
-    Proves `Pipeline`, `Order.begin`.
+    at once. Tied weights stay: their memory is freed while a copy of it would be on its way.
+    Proves `Pipeline`, `Stage.__init__`, `Order.begin`.
     """
-    (zeros, *_), (ones, *_) = found = run(pipelined, 2, str(tmp_path), schedule)
+    (zeros, *_), (ones, *_) = found = run(pipelined, 2, str(tmp_path), schedule, tied)
     assert zeros and ones
     if schedule == "gpipe":
         for _, out_bytes, _ in found:

@@ -313,6 +313,13 @@ class Weakly(nn.Module):
         return nn.functional.linear(self.norm(x), self.hidden[0].weight)
 
 
+class Rows(nn.Embedding):
+    """Hands on the first rows of its weight, whatever comes"""
+
+    def forward(self, x):
+        return self.weight[None, :LENGTH]
+
+
 @dataclasses.dataclass
 class Wrapped:
     rows: torch.Tensor
@@ -333,27 +340,32 @@ def mistakes():
         return [nn.Embedding(TOKENS, width), nn.Linear(width, TOKENS)]
 
     embedding = nn.Embedding(TOKENS, WIDTH)
+    rows, head = Rows(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
+    head.weight = rows.weight
     return [text_of(does) for does in (
         lambda: train(plain(), x=x + rank), lambda: train(plain(), x=Wrapped(x)),
         lambda: train(plain(WIDTH + rank)), lambda: train(plain(), micro_batches=1 + rank),
         lambda: train([*plain(), *[nn.Tanh()] * rank]),
-        lambda: train([embedding, Weakly(embedding)]))]
+        lambda: train([embedding, Weakly(embedding)]), lambda: train([rows, head]))]
 
 
 def test_mistakes_that_would_train_wrongly_are_errors_on_all_ranks():
     """
     Other rows on the ranks of a pipeline; a batch that cannot be cut; other layers or arguments; a
-    weight that two layers use and one registers.
-    Proves `Pipeline.cut`, `Pipeline._free_others`, `_checksum`, `same`.
+    weight that two layers use and one registers; a view of tied weights that is sent, while they
+    are freed.
+    Proves `Pipeline.cut`, `Pipeline._free_others`, `_checksum`, `same`, `Stage.__init__`,
+    `Guarded.lenders`.
     """
     for rank, told in enumerate(run(mistakes, 2)):
-        rows, wrapped, shapes, arguments, count, weak = told
+        rows, wrapped, shapes, arguments, count, weak, view = told
         assert "values with the checksum" in rows and "the same batch" in rows
         assert "['Wrapped'] in it" in wrapped
         assert "(11, 8), torch.float32) on rank 0, and" in shapes and "(11, 9)" in shapes
         assert "Got: 1 on rank 0, and 2 on rank 1" in arguments
         assert "Got: 2 on rank 0, and 3 on rank 1" in count
         assert ("freed `0.weight`" in weak) and ("then it is tied" in weak or rank == 0)
+        assert "layer 0 (Rows) puts out freed memory" in view
 
 
 class Table(nn.Module):

@@ -87,7 +87,7 @@ class Guarded(nn.Module, Named):
         """
         ### The layers whose parameters the module can read while it computes
         """
-        yield self
+        yield from (self, *self.externals)
 
     def shard_versions(self) -> tuple[int, ...]:
         """

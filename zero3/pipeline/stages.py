@@ -77,6 +77,8 @@ class Stage(Zero3Sequential):
             layer.layer_idx = i
             layer.label = f"layer {i} ({type(layer.module).__name__})"
             layer.schedule = InTurn()
+            # Nobody may hand on a view of the tied weights, or move them with activations.
+            layer.externals = tied
 
     def unshard(self, hold: bool, backward: bool) -> None:
         """
@@ -129,9 +131,8 @@ class Plan:
         and for a stage without weights.
         """
         self.layers = layers
-        self.ranks = ranks
         self.counts = counts
-        self._check_counts()
+        self._check_counts(ranks)
         # The stage of each layer, and the rank of that stage.
         self.places = [s for s, count in enumerate(counts) for _ in range(count)]
         self.owners = [s % ranks for s in self.places]
@@ -159,16 +160,16 @@ class Plan:
             name for names in names_of(layers, "named_buffers").values() for name in names
             if len({self.owners[layer_of(each)] for each in names}) > 1}
 
-    def _check_counts(self) -> None:
+    def _check_counts(self, ranks: int) -> None:
         """
         #### Refuse stages that cannot be
         """
         counts = self.counts
         good = (isinstance(counts, (list, tuple)) and len(counts) > 0
                 and all(isinstance(n, int) and n > 0 for n in counts)
-                and sum(counts) == len(self.layers) and len(counts) % self.ranks == 0)
+                and sum(counts) == len(self.layers) and len(counts) % ranks == 0)
         expect(good, "`stages`", f"numbers of layers that add up to {len(self.layers)}, for as "
-               f"many stages on each of {self.ranks} ranks", repr(counts),
+               f"many stages on each of {ranks} ranks", repr(counts),
                "pass a number of layers for each stage")
 
     def _check_weights(self) -> None:
