@@ -45,7 +45,7 @@ begin, so an accelerator first finishes the step before.
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -247,12 +247,16 @@ class Pipeline(ShardedModel):
         A tied weight is one tensor under all its names. All ranks must enter and leave together;
         `writeback` is as for a layer.
         """
-        with super().full_params(writeback) as own:
+        with super().full_params(writeback) as own, ExitStack() as stack:
+            for layer in self.borrowed:
+                # A batch in the block computes with these.
+                own |= stack.enter_context(layer.full_params(writeback))
             found: dict[str, nn.Parameter] = {}
             for first, (owner, shape, dtype) in self.shapes.items():
                 param: Any = own[first] if first in own else torch.empty(
                     shape, dtype=dtype, device=self.device)
-                self.across.broadcast([param], owner)
+                # `.data`, because this is no write of the caller's.
+                self.across.broadcast([param.data], owner)
                 found |= dict.fromkeys(self.names[first], param)
             try:
                 yield found
@@ -307,8 +311,8 @@ class Pipeline(ShardedModel):
         error in one stage is raised on all ranks.
         """
         # A newer optimizer has taken over the layers' reducers.
-        is_ours = self._first.reducer in getattr(optimizer, "buckets", ())
-        expect(is_ours, "train_batch", "the newest `Zero3Optimizer` of this pipeline",
+        expect(self._first.reducer in getattr(optimizer, "buckets", ()),
+               "train_batch", "the newest `Zero3Optimizer` of this pipeline",
                f"another {type(optimizer).__name__}",
                "build it on the pipeline: `Zero3Optimizer(pipeline, ...)`")
         return self._run(_Batch(self, self.train_list, x, y, optimizer))
@@ -624,7 +628,8 @@ class _Batch:
         (tied,) = self.pipeline.tied
         for flat, shard in zip(tied.flats, self._receive(action), strict=True):
             flat.shard.requires_grad_(shard.requires_grad)
-            flat.storage.load().copy_(shard)
+            # `.data`, because `full_params(writeback=True)` refuses shards that have changed.
+            flat.shard.data.copy_(shard)
 
     def send_tied_gradient(self, action: Action) -> Counted:
         """
@@ -687,9 +692,8 @@ def _told(leaf: object) -> str:
     """
     #### A leaf of a batch in words
     """
-    if isinstance(leaf, torch.Tensor):
-        return f"{leaf.dtype} of {tuple(leaf.shape)}"
-    return repr(leaf)
+    return (f"{leaf.dtype} of {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor)
+            else repr(leaf))
 
 
 def _checksum(leaves: list[object]) -> int:
