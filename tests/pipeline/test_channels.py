@@ -439,7 +439,7 @@ def sent(how):
 def test_what_cannot_be_sent_is_refused_before_it_is_announced():
     """
     A conjugated tensor is sent as it reads. A sparse one, or one on another device, is an error.
-    Proves `Channels.send`, `Channels._described`, `_to_send`.
+    Proves `Channels.send`, `Channels._described`, `to_send`.
     """
     assert [float(told) > 0 for told in run(sent, 2, "conj")] == [True, True]
     for how, what in (("sparse", "torch.sparse_coo on cpu"), ("meta", "on meta")):

@@ -477,11 +477,11 @@ def reusing_layers(seed):
             nn.Linear(WIDTH, TOKENS)]
 
 
-def odd(micro_batches, make=odd_layers):
+def odd(micro_batches, make=odd_layers, **options):
     """The loss of a pipeline of odd layers, and of the same layers micro-batch by micro-batch."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=NAMES)
     pipeline = Pipeline([m.double() for m in make(0)], mesh, loss_fn=loss_of,
-                        micro_batches=micro_batches, stages=[2, 3])
+                        micro_batches=micro_batches, stages=[2, 3], **options)
     optimizer = Zero3Optimizer(pipeline, torch.optim.SGD, lr=0.1)
     plain = nn.Sequential(*make(0)).double()
     x = torch.arange(4 * LENGTH).view(4, LENGTH) % TOKENS
@@ -503,7 +503,7 @@ def test_a_stage_may_write_to_what_came_in_and_hand_on_a_buffer():
     """
     The first layer of the second stage works in place. A buffer that is handed on changes in the
     next micro-batch, before its message has left.
-    Proves I1, `_Arrival`, `_to_send`.
+    Proves I1, `_Arrival`, `to_send`.
     """
     for differences in run(odd, 2, 4):
         assert max(differences) < 1e-12
@@ -513,10 +513,13 @@ def test_a_stage_may_write_its_outputs_to_the_same_memory():
     """
     The next micro-batch writes to it before this message has left. Breaks where a tensor is sent
     without a copy because it has a gradient: the second stage trains with other rows, in silence.
-    Proves I1, `_to_send`.
+    Both stages may be on one rank, which sends nothing.
+    Proves I1, `to_send`, `_detached`.
     """
     for differences in run(odd, 2, 4, reusing_layers):
         assert max(differences) < 1e-12
+    one_rank = functools.partial(odd, schedule="breadth-first")
+    assert max(run(one_rank, 1, 4, reusing_layers)[0]) < 1e-12
 
 
 class Relu(nn.Module):

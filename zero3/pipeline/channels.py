@@ -153,7 +153,7 @@ class Channels:
         """
         # First, so that nobody waits for what cannot be sent.
         description = pickle.dumps(pytree.tree_map(self._described, value))
-        tensors = [_to_send(leaf) for leaf in pytree.tree_leaves(value)
+        tensors = [to_send(leaf) for leaf in pytree.tree_leaves(value)
                    if isinstance(leaf, torch.Tensor)]
         is_known = self._descriptions.get(action[:2]) == description
         self._descriptions[action[:2]] = description
@@ -317,9 +317,9 @@ class Channels:
                 f"answers. Got: {error}. What to do: {self.control.advice(error)}") from error
 
 
-def _to_send(tensor: torch.Tensor) -> torch.Tensor:
+def to_send(tensor: torch.Tensor) -> torch.Tensor:
     """
-    #### A tensor's elements in a row, in memory that nobody writes to
+    ## A tensor's elements in a row, in memory that nobody writes to
 
     The next micro-batch may change a buffer of the module before this message has left. The module
     may also have written a result to such a buffer: the result has a gradient, and counts the

@@ -65,7 +65,7 @@ from zero3.layer import Zero3Layer
 from zero3.offload.activations import Activations
 from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
-from zero3.pipeline.channels import LEAVES, Channels, Tree
+from zero3.pipeline.channels import LEAVES, Channels, Tree, to_send
 from zero3.pipeline.schedules import PASSES, Action, actions
 from zero3.pipeline.stages import (
     Plan,
@@ -487,7 +487,7 @@ class _Batch:
         """
         key = action[1:]
         x, y = self.parts[action.micro_batch]
-        value = _detached(self.values.pop(key)) if action.stage else _copied(x)
+        value = self.values.pop(key) if action.stage else _copied(x)
         came_in = _trainable(value)
         self.pipeline.stages[action.stage].begin()
         value = pytree.tree_map_only(torch.Tensor, _Arrival.apply, value)
@@ -495,7 +495,8 @@ class _Batch:
         if action.stage == self.pipeline.count - 1:
             edges: list[Tree] = [self._loss_of(output, y)]
         else:
-            self.values[action.stage + 1, action.micro_batch] = output
+            self.values[action.stage + 1, action.micro_batch] = (
+                output if self.pipeline.ranks > 1 else _detached(output))
             edges = [get_gradient_edge(t) for t in _trainable(output)]
         if self.optimizer is not None:
             self.kept[key] = (came_in, edges)
@@ -726,12 +727,12 @@ def _copied(value: Tree) -> Tree:
 
 def _detached(value: Tree) -> Tree:
     """
-    #### What another stage has computed, without its graph
+    #### What another stage of this rank has computed, as it would come from another rank
 
-    From another rank it comes without one.
+    That is without its graph, and in memory that the next micro-batch does not write to.
     """
     return pytree.tree_map_only(
-        torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
+        torch.Tensor, lambda t: to_send(t).requires_grad_(t.requires_grad), value)
 
 
 def _trainable(value: Tree) -> list[torch.Tensor]:
