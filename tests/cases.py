@@ -377,6 +377,13 @@ class InPlace(Case):
                 nn.Sequential(nn.LeakyReLU(inplace=True), linear())]
 
 
+class InPlaceViews(InPlace):
+    """The same with three dimensions, in which the output of a linear layer is a view"""
+
+    def loss(self, model, x):
+        return model(x[None]).square().mean()
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -538,8 +545,8 @@ CASES = {
         Chain, IntegerInput, Nested, CalledTwice, TwoGraphs, Accumulated, Frozen, Adapters, Unused,
         Tiny, CheckpointInside, CheckpointInsideReentrant, CheckpointAround,
         CheckpointAroundReentrant, CheckpointAroundSeveral, SideDoor, DataTypes, TiedInside,
-        Detached, InPlace, Library, LayerInLayer, OutputIsInput, Prompt, Moved, Repeated,
-        Adversarial, Boxed,
+        Detached, InPlace, InPlaceViews, Library, LayerInLayer, OutputIsInput, Prompt, Moved,
+        Repeated, Adversarial, Boxed,
     )
 }
 

@@ -38,6 +38,6 @@ def test_a_sharded_model_trains_like_a_plain_one_on_the_global_batch(name, world
     shards are left, with zeros for padding. Breaks with a sum for the mean in
     `_post_backward_hook`, or with any line of `_settle` left out.
     Proves I1, I2, I5, I7, `Zero3Layer`, `Zero3Layer._post_backward_hook`, `Zero3Layer.settle`,
-    `at_end_of_backward`.
+    `at_end_of_backward`, `Watch._announces`.
     """
     assert max(run(worker, world_size, name)) <= TOLERANCE.get(name, 1e-10)

@@ -99,9 +99,8 @@ class Watch:
         Returns the arguments to call the module with.
         """
         views: dict[int, object] = {}
-        watched = tuple(self._input(call, value, views) for value in args)
-        named = {name: self._input(call, value, views) for name, value in kwargs.items()}
-        return watched, named
+        return (tuple(self._input(call, value, views) for value in args),
+                {name: self._input(call, value, views) for name, value in kwargs.items()})
 
     def _input(self, call: Call, value: Any, views: dict[int, object]) -> Any:
         """
@@ -168,6 +167,17 @@ class Watch:
                 call.outputs += 1
                 self.pending.add(call)
                 tensor.register_hook(partial(self.begin, call))
+                node = getattr(tensor._base, "grad_fn", None)
+                if node is not None:
+                    # The hook goes as well if somebody writes to an output that is a view.
+                    node.register_prehook(partial(self._announces, call))
+
+    def _announces(self, call: Call, *_) -> None:
+        """
+        #### Backward reaches the tensor that an output is a view of
+        """
+        if call not in self.entered:
+            self.begin(call)
 
     def enter(self, call: Call) -> bool:
         """

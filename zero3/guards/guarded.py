@@ -61,13 +61,9 @@ class Guarded(nn.Module, Named):
         """
         ### Gather the parameters for another layer that uses them, and return whether it may
 
-        Here nothing is gathered. If somebody has written to an output that is a view, nothing
-        announces backward; a layer that is still whole goes on.
+        Here nothing is gathered.
         """
-        is_own_backward = self.is_fetched and torch._C._current_graph_task_id() != -1
-        if is_own_backward:
-            self.show_again()
-        return is_own_backward
+        return False
 
     def show_again(self) -> None:
         """
