@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pipeline.test_pipeline import LENGTH, NAMES, TOKENS, WIDTH, chain, gpt, loss_of
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer
 from zero3.pipeline import Pipeline, channels
 from zero3.pipeline.channels import Channels
+from zero3.pipeline.pipeline import _PIECE_BYTES, _checksum
 from zero3.pipeline.schedules import Action
 
 
@@ -141,6 +143,33 @@ def test_a_batch_that_does_not_fit_is_refused_on_all_ranks_and_training_goes_on(
 
 def dies_in_a_stage():
     return train_until("dies", 3)[1]
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that an operation makes"""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor):
+            self.found = max(self.found, out.untyped_storage().nbytes())
+        return out
+
+
+def test_a_checksum_takes_little_memory_however_long_a_row_is():
+    """
+    A row of a video or of a volume may have a gigabyte. Breaks where all of a row is multiplied at
+    once, in eight bytes for each of its own.
+    Proves `_checksum`.
+    """
+    for rows in (1, 3):
+        batch = torch.zeros(rows, 2 * _PIECE_BYTES + 5, dtype=torch.uint8)
+        with Largest() as largest:
+            before = _checksum([batch])
+        assert largest.found <= 8 * _PIECE_BYTES
+        batch[-1, -1] = 1
+        assert _checksum([batch]) != before
 
 
 def test_a_rank_that_dies_ends_the_others():

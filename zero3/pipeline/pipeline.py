@@ -508,8 +508,8 @@ class _Batch:
         if self.outputs is not None:
             self.outputs.append(output)
         loss = self.pipeline.loss_fn(output, _copied(y))
-        is_mean = isinstance(loss, torch.Tensor) and loss.numel() == 1
-        expect(is_mean, "`loss_fn`", "the mean loss, a tensor of one element",
+        expect(isinstance(loss, torch.Tensor) and loss.numel() == 1,
+               "`loss_fn`", "the mean loss, a tensor of one element",
                f"{getattr(loss, 'shape', type(loss))}", "take the mean over the rows")
         loss = loss.reshape(())
         self.loss += loss.detach().double() / self.pipeline.micro_batches
@@ -708,11 +708,13 @@ def _checksum(leaves: list[object]) -> int:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.numel():
             rows = bytes_of(leaf).view(len(leaf) if leaf.dim() else 1, -1)
-            places = torch.arange(1, rows.shape[1] + 1, device=rows.device)
-            # The products take eight times the memory of the bytes, so a few rows at a time.
-            parts = rows.split(max(1, _PIECE_BYTES // len(places)))
-            sums = torch.cat([(part * places).sum(dim=1) for part in parts]).cpu()
-            found = zlib.crc32(sums.numpy().tobytes(), found)
+            # The products take eight times the memory of the bytes, so a few rows at a time, or a
+            # part of them.
+            for columns in rows.split(_PIECE_BYTES, dim=1):
+                places = torch.arange(1, columns.shape[1] + 1, device=rows.device)
+                parts = columns.split(max(1, _PIECE_BYTES // len(places)))
+                sums = torch.cat([(part * places).sum(dim=1) for part in parts]).cpu()
+                found = zlib.crc32(sums.numpy().tobytes(), found)
     return found
 
 
