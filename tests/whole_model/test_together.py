@@ -313,6 +313,32 @@ def test_a_layer_of_a_shared_unit_cannot_be_frozen_alone():
     assert run(frozen_one_by_one, 2) == [[False]] * 2
 
 
+def thawed_and_frozen():
+    """Frozen when it is wrapped, trained for a step, frozen again: off by, and gradients then"""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block()).double().requires_grad_(False)
+    model = wrap(copy.deepcopy(plain), Block, unit_bytes=ALL)
+    x = torch.ones(2, 4, dtype=torch.double, requires_grad=True)
+    for trains in (True, False):
+        for each in (plain, model):
+            each.requires_grad_(trains)
+            each(x).square().mean().backward()
+            if trains:
+                torch.optim.SGD(each.parameters(), lr=0.1).step()
+                each.zero_grad()
+    return difference(plain, model), [p.grad for p in model.parameters()]
+
+
+def test_layers_of_a_shared_unit_are_frozen_together():
+    """
+    Breaks if a unit that has no forward of its own keeps the `requires_grad` that it had when it
+    was wrapped: it never trains, or collects gradients while it is frozen.
+    Proves I1, `Unit.refresh`.
+    """
+    for off, grads in run(thawed_and_frozen, 2):
+        assert off < 1e-10 and grads == [None]
+
+
 def names_inside():
     plain, model = build("Nested", unit_bytes=ALL)
     found = [name.removeprefix("module").strip(".") for name, _ in model.named_modules()]

@@ -388,8 +388,10 @@ class Unit(StandIn, Zero3Layer):
 
     def refresh(self) -> None:
         """
-        ### Free it if it may be full of values from before a step
+        ### Take over `requires_grad`, and free it if it may have values from before a step
         """
+        # Those that others compute with may have no forward of their own, which would do so.
+        self._follow_requires_grad()
         if self.persistent:
             # It changes when an optimizer steps, or somebody writes to a shard.
             stamp = (self.order.steps,
