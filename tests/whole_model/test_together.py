@@ -339,6 +339,24 @@ def test_layers_of_a_shared_unit_are_frozen_together():
         assert off < 1e-10 and grads == [None]
 
 
+def step_before_backward():
+    model = blocks(2, unit_bytes=ALL)
+    output = model(torch.ones(2, 4, dtype=torch.double)).sum()
+    with torch.no_grad():
+        model.get_trainable_chunk()[0].mul_(2)
+    with pytest.raises(RuntimeError) as error:
+        output.backward()
+    return str(error.value)
+
+
+def test_backward_through_shared_weights_that_have_changed_is_refused():
+    """
+    They are gathered once more, so backward would compute with the new ones.
+    Proves `Unit.shard_versions`.
+    """
+    assert all("Got: weights that have changed" in text for text in run(step_before_backward, 2))
+
+
 def names_inside():
     plain, model = build("Nested", unit_bytes=ALL)
     found = [name.removeprefix("module").strip(".") for name, _ in model.named_modules()]

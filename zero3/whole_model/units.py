@@ -337,6 +337,14 @@ class Unit(StandIn, Zero3Layer):
                     "`unit_bytes` out")
         return super().requires_grad_(requires_grad)
 
+    def shard_versions(self) -> tuple[int, ...]:
+        """
+        ### How often its shards have been written to, and the one that it shares with neighbours
+        """
+        return tuple(flat.shard._version for unit in (self, *self.externals)
+                     if unit is self or unit.module._modules.get(self.path) is self.module
+                     for flat in unit.flats)
+
     def full_name(self, name: str) -> str:
         """
         ### The name of one of its parameters in the plain model
