@@ -1081,6 +1081,17 @@ def test_a_wrapped_model_is_asked_like_the_plain_one():
     assert not wrapped.eval().training and not model.layers_[1].module.up.training
 
 
+def test_what_destroy_gives_back_is_frozen_as_the_units_were():
+    """
+    Breaks if the parameters have the `requires_grad` of the last forward.
+    Proves `Zero3Model.destroy`.
+    """
+    model = wrap(Plain(), Layer)
+    model.layers_[1].requires_grad_(False)
+    frozen = {name for name, p in model.destroy().named_parameters() if not p.requires_grad}
+    assert frozen == {f"layers_.1.{name}" for name, _ in Layer().named_parameters()}
+
+
 class Nested(Layer):
     """A layer with a layer inside, a buffer that is saved, and one that is not"""
 

@@ -316,6 +316,7 @@ class Zero3Model(StandIn, ShardedModel):
         """
         self.release_all()
         for unit in self.units:
+            unit._follow_requires_grad()
             with unit.full_params():
                 values = [slot.param.clone() for slot in unit.slots()]
             # The same objects as before.
