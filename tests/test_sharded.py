@@ -163,6 +163,22 @@ def test_values_given_by_data_are_written_back():
     layer(torch.ones(1, 3)).sum().backward()
 
 
+def test_full_params_inside_of_full_params_changes_nothing():
+    """
+    As `generate` and `save` of a whole model enter it. Breaks if the inner block gathers the layer
+    again, without what was written, or frees it while the outer block goes on.
+    Proves `Sharded.full_params`.
+    """
+    layer = Zero3Layer(nn.Linear(3, 3))
+    with layer.full_params(writeback=True) as params, torch.no_grad():
+        params["weight"].fill_(7)
+        with layer.full_params() as inner:
+            assert inner["weight"].eq(7).all()
+        params["bias"].fill_(8)
+    with layer.full_params() as params:
+        assert params["weight"].eq(7).all() and params["bias"].eq(8).all()
+
+
 def leaves(kind):
     """Rank 0 leaves the block by an exception; then all write, and train."""
     torch.manual_seed(0)

@@ -149,22 +149,26 @@ class Sharded(Trained, Guarded):
         `writeback=True` the values that rank 0 wrote are sharded at the end. If a rank raises an
         exception in such a block, nothing is written, and the other ranks raise `RuntimeError`.
         Without `writeback` written values are lost, with a warning. Afterwards the parameters are
-        freed again: `clone` the values to keep.
+        freed again: `clone` the values to keep. In such a block a second one changes nothing.
         """
+        params = {name: slot.param for slot in self.slots() for name in slot.names}
+        if self.is_full_elsewhere:
+            # The block around this one keeps or loses what is written.
+            yield params
+            return
         self.reshard()
         # Into another buffer, so that a view that the caller keeps stays valid.
         with torch.inference_mode(False), torch.no_grad():
             pairs = [(torch.empty_like(flat.full), flat.storage.load()) for flat in self.flats]
             fulls = [full for full, _ in pairs]
             self.comm.all_gather(self, pairs).wait()
-        for flat in self.flats:
-            flat.storage.release(self.comm.fetch_stream)
         self.is_full_elsewhere = True
         self.gathered_versions = self.shard_versions()
         for flat, full in zip(self.flats, fulls, strict=True):
+            flat.storage.release(self.comm.fetch_stream)
             flat.look_at(full)
         try:
-            yield {name: slot.param for slot in self.slots() for name in slot.names}
+            yield params
         except BaseException as error:
             if writeback and not isinstance(error, GeneratorExit):
                 # The other ranks wait for this one in `_write_back`.
@@ -298,15 +302,12 @@ class ShardedModel(Trained, Named):
         This holds the whole model in memory. All ranks must enter and leave together; `writeback`
         is as for a layer.
         """
-        params: dict[Sharded, dict[str, nn.Parameter]] = {}
-        found = {}
+        found: dict[str, nn.Parameter] = {}
         with ExitStack() as stack:
             for prefix, layer in self.named_layers():
-                # Enter each layer once. If it is in a chain twice, it has names for both places.
-                if layer not in params:
-                    params[layer] = stack.enter_context(layer.full_params(writeback))
-                for name, p in params[layer].items():
-                    found[prefix + name] = p
+                # A layer that is in a chain twice has names for both places.
+                params = stack.enter_context(layer.full_params(writeback))
+                found |= {prefix + name: p for name, p in params.items()}
             yield found
 
 
