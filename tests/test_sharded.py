@@ -179,6 +179,19 @@ def test_full_params_inside_of_full_params_changes_nothing():
         assert params["weight"].eq(7).all() and params["bias"].eq(8).all()
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_parameter_is_not_frozen_by_itself(trains):
+    """
+    It has no shard of its own: weight decay would change it, or its gradient would stay whole.
+    Breaks if the next forward does not look. Proves `LayerGuard.check`.
+    """
+    layer = Zero3Layer(nn.Linear(3, 3).requires_grad_(not trains))
+    with layer.full_params() as params:
+        params["weight"].requires_grad_(trains)
+    assert r"another `requires_grad` of ['weight']" in message(
+        lambda: layer(torch.ones(1, 3)))
+
+
 def leaves(kind):
     """Rank 0 leaves the block by an exception; then all write, and train."""
     torch.manual_seed(0)

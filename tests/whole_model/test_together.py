@@ -357,6 +357,30 @@ def test_backward_through_shared_weights_that_have_changed_is_refused():
     assert all("Got: weights that have changed" in text for text in run(step_before_backward, 2))
 
 
+def a_hook_and_a_frozen_weight():
+    found = []
+    for what in ("hook", "weight"):
+        model = blocks(2, unit_bytes=ALL)
+        if what == "hook":
+            model.get_trainable_chunk()[0].register_hook(print)
+        else:
+            with model.full_params() as params:
+                params["0.linear.weight"].requires_grad_(False)
+        with pytest.raises(RuntimeError) as error:
+            model(torch.ones(2, 4, dtype=torch.double))
+        found.append(str(error.value))
+    return found
+
+
+def test_what_a_shard_cannot_do_a_shared_one_cannot_do():
+    """
+    Call hooks, and train in part. Proves `Zero3Model.check`.
+    """
+    for hook, weight in run(a_hook_and_a_frozen_weight, 2):
+        assert "(0 to 1) cannot call the hooks" in hook
+        assert "(0 to 1) cannot freeze or train a part" in weight
+
+
 def names_inside():
     plain, model = build("Nested", unit_bytes=ALL)
     found = [name.removeprefix("module").strip(".") for name, _ in model.named_modules()]

@@ -69,9 +69,9 @@ class LayerGuard:
         """
         ### Notice additions before the layer computes
 
-        Raises `RuntimeError` for a trainable parameter that is not sharded, for a shard that
-        somebody has replaced, and in a whole model for a layer that the model does not know. Also
-        inside a transform of `torch.func`, which forbids writing to the full parameters.
+        Raises `RuntimeError` for a trainable parameter that is not sharded, for one that was frozen
+        by itself, for a shard that somebody has replaced, and for a layer that the model does not
+        know. Also inside a transform of `torch.func`, which forbids writing to full parameters.
         """
         layer = self.layer
         layer.expect(not torch._C._are_functorch_transforms_active(), "cannot be transformed",
@@ -88,6 +88,12 @@ class LayerGuard:
             with torch._C.DisableTorchFunction():
                 hooks = {**(flat.shard._backward_hooks or {}),
                          **(flat.shard._post_accumulate_grad_hooks or {})}
+                changed = [slot.names[0] for slot in flat.slots
+                           if slot.param.requires_grad != flat.trains]
+            layer.expect(not changed, "cannot freeze or train a part of a shard", "parameters that "
+                         "train as their shard does", f"another `requires_grad` of {changed}",
+                         "set it for all of the layer, `layer.requires_grad_(...)`; or for a "
+                         "parameter before wrapping")
             if flat.hook is not None:
                 # The optimizer's own.
                 hooks.pop(flat.hook.id, None)

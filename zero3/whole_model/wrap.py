@@ -233,7 +233,9 @@ class Zero3Model(StandIn, ShardedModel):
             extra = stray(self)
             self.expect(not extra, "has new parameters", "those that it was wrapped with", extra,
                         Unit.cure_for_new)
-        self.module.guard.check()
+        # Shared units have no forward that would look.
+        for unit in (self.module, *self.beside):
+            unit.guard.check()
         # Checked here and not in the step, because another optimizer may step them next.
         missed = self.missed
         self.missed = []
