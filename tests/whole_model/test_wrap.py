@@ -959,6 +959,22 @@ def test_a_saved_model_opens_without_us_and_comes_back(tmp_path):
         run(saved, 2, str(tmp_path / "file"))
 
 
+def test_a_save_replaces_a_checkpoint_of_one_file(tmp_path):
+    """
+    As Hugging Face writes it, to the same folder. Breaks if the old file stays: `from_pretrained`
+    reads it, and not the files of the index.
+    Proves `materialise.save`, `write_index`.
+    """
+    plain = WHOLES["GPT2"]()
+    plain.model.save_pretrained(tmp_path)
+    model = wrap(plain.model, plain.layers)
+    with model.full_params(writeback=True) as params, torch.no_grad():
+        params["transformer.wte.weight"].fill_(7)
+    model.save(tmp_path)
+    found = type(model.module.module).from_pretrained(tmp_path)
+    assert found.transformer.wte.weight.eq(7).all()
+
+
 # ------------------------------------------------------------------------------------------- use
 
 

@@ -116,6 +116,8 @@ def write_index(folder: Path,
     """
     index = {"metadata": {"total_size": nbytes}, "weight_map": files}
     (folder / INDEX).write_text(json.dumps(index, indent=1))
+    # `from_pretrained` would read an older checkpoint of one file instead.
+    (folder / "model.safetensors").unlink(missing_ok=True)
 
 
 class Writer:
