@@ -33,6 +33,12 @@ class Clamps(nn.Linear):
         return super().forward(x)
 
 
+class ClampsData(nn.Linear):
+    def forward(self, x):
+        self.weight.data.clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
 class Replaces(nn.Linear):
     def forward(self, x):
         self.weight.data = self.weight.data * 0.5
@@ -44,9 +50,11 @@ def test_a_forward_that_writes_to_a_parameter_is_refused_and_leaves_the_layer_us
     By an operation in place, by `.data`, and as `nn.Embedding(max_norm=)` does it. The layer rests
     afterwards and has its old values. Breaks without `_check_params` in `forward`: the write would
     be lost with the full parameter, and `Moved` in the cases would train a copy.
-    Proves `FlatParameter.written`, `FlatParameter.open`, `LayerGuard.after_backward`.
+    Proves `FlatParameter.written`, `FlatParameter.open`, `LayerGuard.after_backward`,
+    `OpenParameter`.
     """
     for module, x in ((Clamps(WIDTH, WIDTH), torch.ones(1, WIDTH)),
+                      (ClampsData(WIDTH, WIDTH), torch.ones(1, WIDTH)),
                       (Replaces(WIDTH, WIDTH), torch.ones(1, WIDTH)),
                       (nn.Embedding(5, WIDTH, max_norm=0.1), torch.tensor([1, 2]))):
         before = module.weight.detach().clone()

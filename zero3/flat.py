@@ -235,7 +235,7 @@ class FlatParameter:
         * `was_freed` is false if the layer has stayed full, and only hid them
         """
         for slot in self.slots:
-            slot.param.__class__ = nn.Parameter
+            slot.param.__class__ = guards.OpenParameter
         if was_freed:
             self._set_versions(freed=False)
 

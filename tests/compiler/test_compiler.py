@@ -1082,7 +1082,7 @@ class Sparse(nn.Module):
 def test_models_that_cannot_be_right_are_errors():
     """
     A write to a parameter would be lost; a view that leaves a graph is freed memory; a sparse
-    gradient has no place in the flat one. With hooks, a write through `.data` is lost in silence.
+    gradient has no place in the flat one.
     Proves `refuse_writes`, `refuse_views`, `_storage`, `trace.Place`.
     """
     for make in (lambda: Stack(Writes, 1), lambda: Stack(Silently, 1)):

@@ -2,6 +2,7 @@
 # Mistakes of beginners: each is made right, or is an error or a warning that says what to do
 """
 
+import copy
 import json
 import os
 import warnings
@@ -370,13 +371,16 @@ def test_buffers_that_are_in_no_checkpoint_are_computed_by_the_model(tmp_path):
 
 def test_a_write_that_is_lost_is_said():
     """
-    Inside `full_params()` without `writeback=True` the shards do not change.
-    Proves `Sharded.full_params`, `Sharded._warn_of_writes`.
+    Inside `full_params()` without `writeback=True` the shards do not change. A copy of a parameter
+    is a plain one.
+    Proves `Sharded.full_params`, `Sharded._warn_of_writes`, `OpenParameter`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match="`weight` inside `full_params\\(\\)` is lost"):
-        with layer.full_params() as params, torch.no_grad():
-            params["weight"].zero_()
+    for alias in (lambda p: p, lambda p: p.data):
+        with pytest.warns(UserWarning, match="`weight` inside `full_params\\(\\)` is lost"):
+            with layer.full_params() as params, torch.no_grad():
+                alias(params["weight"]).zero_()
+                assert type(copy.deepcopy(params["weight"])) is nn.Parameter
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with layer.full_params() as params:

@@ -25,8 +25,8 @@ $$\text{modules now} = \text{modules when it was wrapped} \;\Rightarrow\; \text{
 **Run this**: `python -m pytest tests/guards tests/test_layer.py tests/test_sharded.py` tries each
 of these.
 
-**Not covered, and what that costs**: a write through `.data` is lost without a word. A library that
-keeps a sharded module without registering it as a submodule is noticed only in the next forward.
+**Not covered, and what that costs**: a library that keeps a sharded module without registering it
+as a submodule is noticed only in the next forward.
 """
 
 import functools

@@ -10,7 +10,7 @@ interpreter:
 $$\text{bytes that its shape promises} > \text{bytes in its storage} = 0$$
 
 So the layer changes the *class* of each parameter, to a subclass of this one when it frees the
-memory and back to `nn.Parameter` when it fills it again. The object stays the same.
+memory and to `OpenParameter` when it fills it again. The object stays the same.
 
 **Run this**: `zero3.Zero3Layer(torch.nn.Linear(2, 2)).module.weight + 1` in a Python session.
 
@@ -126,3 +126,18 @@ class FreedParameter(nn.Parameter):
 
     def __format__(self, spec: str) -> str:
         return repr(self)
+
+
+class OpenParameter(nn.Parameter):
+    """
+    ## A parameter while it is full: torch counts every write to it
+
+    torch does not count those through `.data`. So here that is `.detach()`, which shares the count.
+    """
+
+    data = property(torch.Tensor.detach,
+                    vars(torch._C.TensorBase)["data"].__set__)  # type: ignore[assignment]
+
+    # A copy outlives the layer's computation.
+    def __new__(cls, *args):
+        return nn.Parameter(*args)

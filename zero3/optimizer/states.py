@@ -642,19 +642,14 @@ class CountedShard(nn.Parameter):
     copies.
     """
 
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass():
-            if func == torch.Tensor.data.__get__:
-                return args[0].detach()
-            if func == torch.Tensor.data.__set__:
-                shard, values = args
-                new_layout = (values.shape, values.dtype, values.device)
-                if new_layout == (shard.shape, shard.dtype, shard.device):
-                    shard.detach().copy_(values)
-                    return None
-                torch.autograd.graph.increment_version(shard)
-            return func(*args, **(kwargs or {}))
+    def _set_data(self, values: torch.Tensor) -> None:
+        if [values.shape, values.dtype, values.device] == [self.shape, self.dtype, self.device]:
+            self.detach().copy_(values)
+        else:
+            torch.autograd.graph.increment_version(self)
+            vars(torch._C.TensorBase)["data"].__set__(self, values)
+
+    data = property(torch.Tensor.detach, _set_data)  # type: ignore[assignment]
 
 
 @torch.no_grad()
