@@ -21,7 +21,6 @@ $$\lVert g \rVert = \sqrt{\sum_{r=0}^{N-1} \lVert g^{(r)} \rVert^2}$$
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ from zero3.comm.collectives import ALONE, Communicator
 from zero3.comm.order import Listener, all_ranks
 from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, Slot, StorageFactory
-from zero3.guards.moments import Guarded, own_modules
+from zero3.guards.moments import Guarded, guards, own_modules
 from zero3.guards.options import Named, expect, whole
 from zero3.watch import Watch
 
@@ -169,6 +168,7 @@ class Sharded(Trained, Guarded):
             flat.look_at(full)
         try:
             yield params
+            guards.check_writes(self, "", params, writeback)
         except BaseException as error:
             if writeback and not isinstance(error, GeneratorExit):
                 # The other ranks wait for this one in `_write_back`.
@@ -177,23 +177,10 @@ class Sharded(Trained, Guarded):
         else:
             if writeback:
                 self._write_back(fulls)
-            else:
-                self._warn_of_writes()
         finally:
             self.is_full_elsewhere = False
             for flat in self.flats:
                 flat.look_at(None)
-
-    def _warn_of_writes(self) -> None:
-        """
-        #### Warn that values which were written in the block are lost
-        """
-        written = [slot.names[0] for slot in self.slots() if slot.param._version != slot.version]
-        if written:
-            warnings.warn(
-                f"rank {self.comm.global_rank}: {self.label}: what was written to `{written[0]}` "
-                "inside `full_params()` is lost, because the shards have not changed. Pass "
-                "`writeback=True` to keep the values of rank 0.", stacklevel=4)
 
     @torch.no_grad()
     def _write_back(self, fulls: list[torch.Tensor]) -> None:
@@ -309,6 +296,9 @@ class ShardedModel(Trained, Named):
                 params = stack.enter_context(layer.full_params(writeback))
                 found |= {prefix + name: p for name, p in params.items()}
             yield found
+            if writeback:
+                for prefix, layer in self.named_layers():
+                    guards.check_writes(layer, prefix, found, writeback)
 
 
 def comm_of(model: object) -> Communicator:

@@ -373,7 +373,7 @@ def test_a_write_that_is_lost_is_said():
     """
     Inside `full_params()` without `writeback=True` the shards do not change. A copy of a parameter
     is a plain one.
-    Proves `Sharded.full_params`, `Sharded._warn_of_writes`, `OpenParameter`.
+    Proves `Sharded.full_params`, `check_writes`, `OpenParameter`.
     """
     layer = Zero3Layer(nn.Linear(2, 2))
     for alias in (lambda p: p, lambda p: p.data):
@@ -390,6 +390,21 @@ def test_a_write_that_is_lost_is_said():
             params["weight"].zero_()
         with layer.full_params() as params:
             assert params["weight"].abs().max() == 0
+
+
+def test_a_tensor_that_takes_the_place_of_a_parameter_is_not_written_back():
+    """
+    `params[name] = values` and `params.update(state)` change a dict, and no weight.
+    Proves `Sharded.full_params`, `ShardedModel.full_params`, `check_writes`.
+    """
+    for model, name in ((Zero3Layer(nn.Linear(2, 2)), "bias"),
+                        (Zero3Sequential([Zero3Layer(nn.Linear(2, 2))]), "0.bias"),
+                        (wrap(nn.Sequential(nn.Linear(2, 2)), nn.Linear), "0.bias")):
+        with pytest.raises(RuntimeError, match=f"Got: another object as `params\\['{name}'\\]`"):
+            with model.full_params(writeback=True) as params:
+                params.update({name: torch.zeros(2)})
+        with model.full_params() as params:
+            params[name] = params[name].cpu()
 
 
 def evaluates():

@@ -5,7 +5,7 @@
 """
 
 from zero3.guards.contents import LayerGuard as guard_of
-from zero3.guards.contents import check_chain, check_walk, uncompiled
+from zero3.guards.contents import check_chain, check_walk, check_writes, uncompiled
 from zero3.guards.diverged import diverged
 from zero3.guards.freed import FreedParameter, OpenParameter, check_module
 from zero3.guards.placement import check_params
@@ -13,6 +13,7 @@ from zero3.guards.room import check_step
 from zero3.guards.shard_gradients import mark
 
 __all__ = ["OpenParameter", "check_chain", "check_module", "check_params", "check_step",
-           "check_walk", "diverged", "freed_class", "guard_of", "mark", "uncompiled"]
+           "check_walk", "check_writes", "diverged", "freed_class", "guard_of", "mark",
+           "uncompiled"]
 
 freed_class = FreedParameter.named

@@ -324,6 +324,29 @@ class Known:
                    for parameters, modules, before in self.before)
 
 
+def check_writes(layer: Guarded,
+                 prefix: str,
+                 shown: dict[str, nn.Parameter],
+                 writeback: bool) -> None:
+    """
+    ## Refuse `params[name] = values` in `full_params(writeback=True)`, and warn of lost writes
+
+    * `shown` has the parameters that the block got, and what it has assigned, after a `prefix`
+    """
+    slots = [slot for flat in layer.flats for slot in flat.slots]
+    gone = [prefix + name for slot in slots for name in slot.names
+            if shown.get(prefix + name) is not slot.param]
+    layer.expect(not (gone and writeback), "is not written back", "the parameters that "
+                 "`full_params()` gave, with new values", f"another object as `params{gone[:1]}`",
+                 "write into it: `params[name].copy_(values)` under `torch.no_grad()`")
+    written = [slot.names[0] for slot in slots if slot.param._version != slot.version]
+    if written and not writeback:
+        warnings.warn(
+            f"rank {layer.comm.global_rank}: {layer.label}: what was written to `{written[0]}` "
+            "inside `full_params()` is lost, because the shards have not changed. Pass "
+            "`writeback=True` to keep the values of rank 0.", stacklevel=4)
+
+
 def check_chain(modules: Iterable[Layer]) -> list[Layer]:
     """
     ## Refuse modules that cannot be a chain

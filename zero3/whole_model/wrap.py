@@ -258,7 +258,8 @@ class Zero3Model(StandIn, ShardedModel):
         ### The full parameters of all units at once, under all their names in the plain model
         """
         with super().full_params(writeback) as params:
-            yield params | self.tied
+            params |= self.tied
+            yield params
 
     def save(self, folder: str | Path) -> None:
         """
