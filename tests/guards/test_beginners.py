@@ -327,6 +327,22 @@ def test_a_state_dict_of_freed_parameters_says_how_to_take_one():
         assert "freed `weight`" in str(error.value)
 
 
+def test_a_write_to_a_freed_parameter_says_how_to_write_and_to_freeze():
+    """
+    The advice on a use in forward would lead into `full_params()` without `writeback`.
+    Proves `FreedParameter`.
+    """
+    weight = Zero3Layer(nn.Linear(2, 2)).module.weight
+    for write, name in ((nn.init.zeros_, "zero_"), (nn.init.xavier_normal_, "normal_"),
+                        (lambda p: setattr(p, "requires_grad", False), "requires_grad"),
+                        (lambda p: setattr(p, "data", torch.ones(2, 2)), "data")):
+        with pytest.raises(RuntimeError, match=f"Got: `{name}` outside. What to do: initialise.*"
+                                               "writeback=True.*requires_grad_"):
+            write(weight)
+    with pytest.raises(RuntimeError, match=r"`__getitem__` outside\. .* wrap each"):
+        weight[0]
+
+
 class Rotary(nn.Module):
     """A buffer that is in no file, computed by the constructor"""
 

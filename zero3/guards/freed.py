@@ -44,6 +44,9 @@ _CURE_FOR_READS = ("save the model with `zero3.save` or, if `wrap` returned it, 
                    "take a state dict in `with model.full_params() as params:`, `{name: "
                    "p.detach().cpu().clone() for name, p in params.items()}`; pass "
                    "`writeback=True` to write")
+_CURE_FOR_WRITES = ("initialise, and freeze a part, before wrapping; later write in `with "
+                    "model.full_params(writeback=True):`, and freeze a whole layer by "
+                    "`layer.requires_grad_(False)`")
 # A shard that rests elsewhere can also be frozen, and asked for its gradient.
 _OF_SHARDS = {vars(torch._C.TensorBase)["grad"].__get__,
               vars(torch._C.TensorBase)["requires_grad"].__set__, torch.Tensor.requires_grad_}
@@ -113,12 +116,15 @@ class FreedParameter(nn.Parameter):
         if func in METADATA or (cls.is_shard and (removes_grad or func in _OF_SHARDS)):
             return super().__torch_function__(func, types, args, kwargs or {})
         owner = cls.owner()
-        # The method of a property is called `__get__`, and the property has the name.
-        use = getattr(func, "__self__", func) if func.__name__ == "__get__" else func
+        # The methods of a property are called `__get__` and `__set__`, and it has the name.
+        is_property = func.__name__ in ("__get__", "__set__")
+        name = getattr(func, "__self__", func).__name__ if is_property else func.__name__
+        is_write = name in ("data", "requires_grad") or (name[-1] == "_" != name[0])
+        cure = _CURE_FOR_WRITES if is_write else cls.cure
         # In a whole model a layer may use the parameter of another one, which is gathered then.
         owner.expect(not cls.is_shard and owner.fetch_for_others(), f"freed `{cls.name}`",
                      "a use in the layer's forward, or in `with layer.full_params():`",
-                     f"`{use.__name__}` outside", _CURE_FOR_READS if func in _READS else cls.cure)
+                     f"`{name}` outside", _CURE_FOR_READS if func in _READS else cure)
         return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents=None):
