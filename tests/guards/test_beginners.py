@@ -313,6 +313,23 @@ def test_the_states_of_rank_0_are_not_loaded_on_the_others():
     assert "Expected: that of part 1 of 2. Got: part 0 of 2" in other and "zero3.save" in other
 
 
+def ends_sooner():
+    layer = Zero3Layer(nn.Linear(2, 2))
+    if dist.get_rank() == 0:
+        dist.destroy_process_group()
+        return ""
+    return says(lambda: layer(torch.ones(1, 2)))
+
+
+def test_a_rank_with_more_batches_is_told_to_look_for_one_with_fewer():
+    """
+    Rank 0 has ended without an error, so there is no first error to look for.
+    Proves `Group.advice`.
+    """
+    _, said = run(ends_sooner, 2)
+    assert "the other ranks are lost" in said and "a rank that has fewer batches and has" in said
+
+
 def test_a_state_dict_of_freed_parameters_says_how_to_take_one():
     """
     labml's `FineTuner.state_dict` reads `p.data.cpu()`, others `p.detach()`.

@@ -149,8 +149,8 @@ class Group:
         ### What to do about ranks that do not send their part
         """
         if not self.within(error):
-            return ("look for the first error on the other ranks, which is the cause, and start "
-                    "again.")
+            return ("look for the first error on the other ranks, which is the cause; without one, "
+                    "for a rank that has fewer batches and has ended. Start again.")
         return (f"none of them has ended{self.within(error)}, so look for a rank "
                 "that does something else: one that evaluates or saves alone, has fewer batches, "
                 "or was stopped. All ranks have to call the same functions. "
