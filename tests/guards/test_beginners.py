@@ -313,6 +313,26 @@ def test_the_states_of_rank_0_are_not_loaded_on_the_others():
     assert "Expected: that of part 1 of 2. Got: part 0 of 2" in other and "zero3.save" in other
 
 
+def draws(value):
+    """A chain whose shards are drawn on each rank, from one seed"""
+    model = Zero3Sequential([Zero3Layer(layer) for layer in plain()])
+    torch.manual_seed(1)
+    for p in model.parameters():
+        nn.init.normal_(p, 0.1, value)
+    return says(lambda: Zero3Optimizer(model))
+
+
+def test_ranks_that_draw_the_same_weights_for_their_shards_are_told_so():
+    """
+    `nn.init.normal_(p)` for `p` in `model.parameters()` would make the parts of a weight equal.
+    Constants are fine.
+    Proves `check_drawn`.
+    """
+    for said in run(draws, 2, 0.02):
+        assert "the same random numbers on several" in said and "before wrapping" in said
+    assert run(draws, 2, 0.0) == ["", ""]
+
+
 def ends_sooner():
     layer = Zero3Layer(nn.Linear(2, 2))
     if dist.get_rank() == 0:

@@ -39,7 +39,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero3.guards.guarded import Guarded, is_sharded, own_modules
+from zero3.guards.guarded import Guarded, Sharers, is_sharded, own_modules
 from zero3.guards.options import expect
 
 Layer = TypeVar("Layer", bound=Guarded)
@@ -405,6 +405,24 @@ def check_groups(layers: Iterable[Guarded]) -> None:
                      "the rest of its model", "the same ranks and the same `Links` for all layers",
                      " and ".join(told), "pass the same `mesh=` to every layer, also to those "
                      "without parameters; models on different ranks take an optimizer each")
+
+
+def check_drawn(comm: Sharers, layers: Iterable[Guarded]) -> None:
+    """
+    ## Refuse the same random numbers in the shards of several ranks
+
+    `nn.init.normal_(p)` of every shard draws them where the ranks have one seed: parts of a weight
+    would be equal, and train alike. All ranks must call it. Raises `RuntimeError`.
+    """
+    # A shard that nobody has written to has the values of before wrapping.
+    written = [(layer, flat.shard) for layer in layers for flat in layer.flats
+               if type(flat.shard) is nn.Parameter and flat.shard._version]
+    every = comm.group.gather([tuple(shard[:64].tolist()) for _, shard in written])
+    for (layer, _), begins in zip(written, zip(*every, strict=False), strict=False):
+        drawn = [values for values in begins if len({*values}) > 1]
+        layer.expect(len({*drawn}) == len(drawn), "has been initialised in shards", "other values "
+                     "on each rank", "the same random numbers on several",
+                     "initialise before wrapping, or in `with model.full_params(writeback=True):`")
 
 
 def uncompiled(forward: Callable) -> Callable:

@@ -88,7 +88,7 @@ from torch.utils import _pytree as pytree
 from zero3.comm.collectives import ALONE
 from zero3.comm.parts import connect, inside, length
 from zero3.flat import FlatParameter
-from zero3.guards.contents import check_groups, stray
+from zero3.guards.contents import check_drawn, check_groups, stray
 from zero3.guards.shard_gradients import GradientElsewhere, elsewhere
 from zero3.layer import Zero3Layer
 from zero3.offload.tiers import Offload
@@ -270,6 +270,7 @@ class Zero3Optimizer(Stepper):
             # Step all parameters whole.
             self.options = {"optimizer": optimizer_class, **kwargs}
         check_groups(self.layers)
+        check_drawn(self.comm, self.layers)
         names = stray(self.model)
         self.expect(not names, "would miss parameters", "all in Zero3Layers, which take the mean "
                     "of their gradients", names, "wrap the modules that they are in")
