@@ -380,6 +380,21 @@ def test_a_write_to_a_freed_parameter_says_how_to_write_and_to_freeze():
         weight[0]
 
 
+def test_a_functional_call_takes_the_names_and_values_of_full_params():
+    """
+    `named_parameters()` of a sharded layer has shards, which say nothing about a weight.
+    Proves `LayerGuard.check`.
+    """
+    layer, x = Zero3Layer(nn.Linear(2, 2)), torch.ones(1, 2)
+    halves = {name: p / 2 for name, p in layer.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"lost its shard.*functional_call` in `with layer.full"):
+        torch.func.functional_call(layer, halves, (x,))
+    with layer.full_params() as params:
+        halves = {name: p / 2 for name, p in params.items()}
+        y = torch.func.functional_call(layer.module, halves, (x,))
+    assert torch.equal(2 * y, layer(x))
+
+
 class Rotary(nn.Module):
     """A buffer that is in no file, computed by the constructor"""
 

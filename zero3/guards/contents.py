@@ -83,7 +83,8 @@ class LayerGuard:
             layer.expect(shard is flat.shard, "has lost its shard", "the one that it was wrapped "
                          "with", f"a {type(shard).__name__} in its place", "leave sharded layers "
                          "out of what replaces parameters, as `fully_shard` and "
-                         "`distribute_module` do")
+                         "`distribute_module` do; call `torch.func.functional_call` in `with "
+                         "layer.full_params() as params:`")
             # A shard in a file would report a use.
             with torch._C.DisableTorchFunction():
                 hooks = {**(flat.shard._backward_hooks or {}),
