@@ -420,7 +420,8 @@ def check_drawn(comm: Sharers, layers: Iterable[Guarded]) -> None:
                if type(flat.shard) is nn.Parameter and flat.shard._version]
     every = comm.group.gather([tuple(shard[:64].tolist()) for _, shard in written])
     for (layer, _), begins in zip(written, zip(*every, strict=False), strict=False):
-        drawn = [values for values in begins if len({*values}) > 1]
+        # Constants, and patterns of a few numbers, may well be the same.
+        drawn = [values for values in begins if len({*values}) > 8]
         layer.expect(len({*drawn}) == len(drawn), "has been initialised in shards", "other values "
                      "on each rank", "the same random numbers on several",
                      "initialise before wrapping, or in `with model.full_params(writeback=True):`")
