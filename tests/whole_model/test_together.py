@@ -149,6 +149,29 @@ def test_a_write_to_a_shared_weight_is_refused():
     assert all("has written to `0.linear.weight`" in text for text in run(write_in_forward, 2))
 
 
+class Penalised(Block):
+    """A layer whose output has the squares of its weights"""
+
+    def forward(self, x):
+        return super().forward(x) + sum(p.square().sum() for p in self.parameters())
+
+
+def off_with_parameters():
+    torch.manual_seed(0)
+    plain = nn.Sequential(Penalised(), Penalised()).double()
+    model = wrap(copy.deepcopy(plain), Penalised, unit_bytes=ALL)
+    x = torch.ones(2, 4, dtype=torch.double)
+    return (plain(x) - model(x)).abs().max().item(), [*model[0].module.parameters()]
+
+
+def test_a_layer_of_a_shared_unit_may_ask_for_its_own_parameters():
+    """
+    In its forward alone. Breaks if they are yielded only to the shared unit, which nobody calls.
+    Proves `_Wrapping.units_of`.
+    """
+    assert all(off < 1e-10 and not outside for off, outside in run(off_with_parameters, 2))
+
+
 def test_a_rank_alone_shares_nothing():
     """
     It has no collectives to save. Proves `_Wrapping._units_together`.

@@ -471,6 +471,8 @@ class _Wrapping:
         for tied, user, module, name in self.tied:
             vars(module)[name] = self.made.get(tied, tied)
             user.externals.append(self.owners[tied])
+            # In its forward its modules' `parameters()` yield these, too.
+            user.guard.hidden.append((module, {name: vars(module)[name]}))
         return [root, *together, *units.values()]
 
     def _units_together(self, places: list[LayerPlace]) -> list[Unit]:
