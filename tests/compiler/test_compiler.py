@@ -384,6 +384,22 @@ def test_weights_may_be_cut_to_the_length_of_the_sequence(backend):
     assert len(pair[1][0].graphs) == 2
 
 
+class Penalised(Block):
+    """A layer whose output has the squares of its weights"""
+
+    def forward(self, x):
+        return super().forward(x) + sum(p.square().sum() for p in self.parameters())
+
+
+def test_a_layer_may_ask_for_its_own_parameters():
+    """
+    The bits of `wrap`. Breaks if `parameters()` yields nothing while Dynamo traces: the sum is zero
+    then. Proves `CompiledModel`.
+    """
+    torch.manual_seed(0)
+    assert compare(pair_of(nn.Sequential(Penalised(), Penalised()), Penalised), train) == ""
+
+
 HOOKS = {
     "gradient": lambda layer: layer.weight.register_hook(lambda grad: 0.5 * grad),
     "forward": lambda layer: layer.register_forward_hook(lambda layer, x, y: 2 * y),

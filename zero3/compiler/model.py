@@ -56,6 +56,7 @@ gradient comes from several graphs.
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -483,8 +484,11 @@ class CompiledModel(Zero3Model):
         self.module.running = True
         try:
             # After a graph break, each layer has graphs of the same code.
-            with dynamo.patch(recompile_limit=8 + 2 * len(self.units),
-                              skip_nnmodule_hook_guards=False):
+            with ExitStack() as shown, dynamo.patch(recompile_limit=8 + 2 * len(self.units),
+                                                    skip_nnmodule_hook_guards=False):
+                # A layer may ask for its own `parameters()`.
+                for unit in self.units:
+                    shown.enter_context(unit.guard)
                 output = self.run(*args, **kwargs)
             self._warn_of_breaks()
             return output
