@@ -286,8 +286,7 @@ class ShardedModel(Trained, Named):
         """
         ### The full parameters of all layers at once, named as in the plain model
 
-        This holds the whole model in memory. All ranks must enter and leave together; `writeback`
-        is as for a layer.
+        As for a layer, but it holds the whole model in memory.
         """
         found: dict[str, nn.Parameter] = {}
         with ExitStack() as stack:

@@ -287,8 +287,8 @@ class Unit(StandIn, Zero3Layer):
         """
         ### Itself and the modules inside, named as in the plain model
 
-        It stands for its module, which is left out, and a shared unit leaves its layers out. So
-        whoever asks all modules for their class meets each layer once.
+        It stands for its module, which is left out, and a shared unit leaves its layers out, so
+        each layer is met once.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -339,7 +339,7 @@ class Unit(StandIn, Zero3Layer):
 
     def shard_versions(self) -> tuple[int, ...]:
         """
-        ### How often its shards have been written to, and the one that it shares with neighbours
+        ### How often its shards, and one shared with neighbours, have been written to
         """
         return tuple(flat.shard._version for unit in (self, *self.externals)
                      if unit is self or unit.module._modules.get(self.path) is self.module
