@@ -1056,6 +1056,19 @@ def test_a_loss_in_fp16_is_refused_where_the_scale_is_no_number_of_fp16():
     assert optimizer.step() == pytest.approx(6**0.5 / 4)
 
 
+def test_an_optimizer_that_was_refused_leaves_no_scale_behind():
+    """
+    Its option is misspelt, and the next one is of torch. Breaks where the layers believe that their
+    gradients have a scale.
+    Proves `Zero3Optimizer`.
+    """
+    layer = Zero3Layer(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="options of its class"):
+        Zero3Optimizer(layer, loss_scale=8.0, group_by=lambda name, p: {"learning_rate": 1.0})
+    layer(torch.ones(1, 2)).sum().backward()
+    assert layer.clip_grad_norm_(1.0).item() == pytest.approx(6**0.5)
+
+
 class Upside(nn.Module):
     """Layers that stand alone, registered the other way round than called."""
 

@@ -201,6 +201,12 @@ class Zero3Optimizer(Stepper):
         self.takes = set() if takes_any else {*known} - {"params"}
         self._check_model(optimizer_class, kwargs)
 
+        options = self._make_shard_states(paths)
+        # A stage of a pipeline may have nothing to train, but not all of them.
+        some = any(self.comm.stages.gather(bool(self.shard_states)))
+        self.expect(some, "has nothing to do", "a trainable Zero3Layer", "none",
+                    "wrap the model first, and leave some parameter trainable")
+
         # The layers of a chain share a reducer, and get a bucket in its place. A compiled model
         # keeps its own, because its graphs say when to send.
         buckets = {reducer: reducer if isinstance(reducer, PlannedBucket)
@@ -215,11 +221,6 @@ class Zero3Optimizer(Stepper):
             bucket.scaled = self.scaled
             bucket.optimizer = weakref.ref(self)
 
-        options = self._make_shard_states(paths)
-        # A stage of a pipeline may have nothing to train, but not all of them.
-        some = any(self.comm.stages.gather(bool(self.shard_states)))
-        self.expect(some, "has nothing to do", "a trainable Zero3Layer", "none",
-                    "wrap the model first, and leave some parameter trainable")
         self._choose_fused(optimizer_class, kwargs)
         self._place_states(optimizer_class, kwargs, options)
         self._make_inner(optimizer_class, kwargs, options)
