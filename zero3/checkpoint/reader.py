@@ -132,10 +132,10 @@ def remove(checkpoint: Path) -> None:
     if checkpoint.is_symlink():
         # It was moved elsewhere, and stays there. `rmtree` refuses links, here and in later saves.
         checkpoint.unlink()
-        return
-    renamed = checkpoint.with_suffix(".removed")
-    os.rename(checkpoint, renamed)
-    shutil.rmtree(renamed)
+    else:
+        renamed = checkpoint.with_suffix(".removed")
+        os.rename(checkpoint, renamed)
+        shutil.rmtree(renamed)
 
 
 def clean_up_interrupted_saves(folder: Path) -> None:

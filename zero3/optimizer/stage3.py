@@ -667,8 +667,8 @@ class Zero3Optimizer(Stepper):
 
         All ranks call it.
         """
-        rule = self._rule() if self.comm.stages.size > 1 else ""
-        return self.comm.over_stages(self, mine.to(self.layers[0].device), rule).cpu()
+        return self.comm.over_stages(self, mine.to(self.layers[0].device),
+                                     self._rule() if self.comm.stages.size > 1 else "").cpu()
 
     def _rule(self) -> str:
         """
@@ -704,8 +704,8 @@ class Zero3Optimizer(Stepper):
                 # A square is never negative, so a minus can say that this rank had no gradient for
                 # some of the shard's parameters.
                 squares[i].neg_()
-        options = f"{self._rule()}, for parameters with the checksum {self._layout}"
-        return self.comm.numbers(self, squares, options)
+        return self.comm.numbers(self, squares, f"{self._rule()}, for parameters with the "
+                                 f"checksum {self._layout}")
 
     def _unused(self, partial_everywhere: list[bool]) -> set[Member]:
         """
@@ -883,9 +883,8 @@ class Zero3Optimizer(Stepper):
         """
         #### Which part of the model this rank steps, in words
         """
-        comm = self.comm
-        return (f"part {comm.rank} of {comm.world_size}"
-                + f", stage {comm.stages.rank}" * (comm.stages.size > 1))
+        return (f"part {self.comm.rank} of {self.comm.world_size}"
+                + f", stage {self.comm.stages.rank}" * (self.comm.stages.size > 1))
 
     @property
     def _parts(self) -> list[list[int]]:
