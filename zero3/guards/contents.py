@@ -193,8 +193,8 @@ class LayerGuard:
         """
         ### Refuse an output that is a view of a parameter, because its memory is about to be freed
 
-        Then hide the parameters: until backward a use outside is an error, also if the layer stays
-        full. A recomputation is followed by backward, and a unit hides its own.
+        Then hide the parameters of a layer that stays full: a use outside is an error. A
+        recomputation is followed by backward, and a unit hides its own.
         """
         for layer in (self.layer, *self.layer.externals):
             layer.guard.after_backward()
@@ -280,8 +280,7 @@ class LayerGuard:
         #### Refuse to read and to write the state dicts of the modules, and to freeze one
 
         `state_dict()` would return shards, or nothing. `load_state_dict(strict=False)` would load
-        nothing, and `requires_grad_(False)` freeze nothing, and say nothing. Returns the handles of
-        the hooks.
+        nothing, and `requires_grad_(False)` freeze nothing. Returns the handles of the hooks.
         """
         def refuse_to_save(*_: object) -> None:
             self.layer.expect(
@@ -332,7 +331,7 @@ def check_writes(layer: Guarded,
     """
     ## Refuse `params[name] = values` in `full_params(writeback=True)`, and warn of lost writes
 
-    * `shown` has the parameters that the block got, and what it has assigned, after a `prefix`
+    * `shown` is the dict that the block got, and `prefix` begins the names in it
     """
     slots = [slot for flat in layer.flats for slot in flat.slots]
     gone = [prefix + name for slot in slots for name in slot.names
@@ -412,8 +411,7 @@ def check_drawn(comm: Sharers, layers: Iterable[Guarded]) -> None:
     """
     ## Refuse the same random numbers in the shards of several ranks
 
-    `nn.init.normal_(p)` of every shard draws them where the ranks have one seed: parts of a weight
-    would be equal, and train alike. All ranks must call it. Raises `RuntimeError`.
+    With one seed `nn.init.normal_(p)` of every shard draws them. All ranks must call it.
     """
     # A shard that nobody has written to has the values of before wrapping.
     written = [(layer, flat.shard) for layer in layers for flat in layer.flats

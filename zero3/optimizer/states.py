@@ -637,9 +637,7 @@ class CountedShard(nn.Parameter):
     ## A shard whose master is elsewhere: torch counts every write to it
 
     If the caller writes into the shard, the master has to take over the new values, or the step
-    would undo the write. torch counts writes in a tensor's `_version`, but not those through
-    `.data`. So here `.data` is `.detach()`, which shares memory and count, and setting `.data`
-    copies.
+    would undo the write. `.data` is as in `OpenParameter`, and setting it copies.
     """
 
     def _set_data(self, values: torch.Tensor) -> None:
