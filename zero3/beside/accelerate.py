@@ -207,7 +207,9 @@ class Accelerator(accelerate.Accelerator):
                 return self._clip(model, max_norm, norm_type)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def _clip(self, model: ShardedModel, max_norm: float, norm_type: float) -> torch.Tensor | None:
+    def _clip(self, model: ShardedModel,
+              max_norm: float,
+              norm_type: float) -> torch.Tensor | None:
         """
         #### Clip now, or make sure that the step does
         """

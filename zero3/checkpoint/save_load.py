@@ -385,7 +385,9 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     return load_from(entries.comm.gather(path)[0], entries, CheckpointReader)
 
 
-def load_from(path: Path, entries: Entries, read: Callable[[Path], CheckpointReader]) -> object:
+def load_from(path: Path,
+              entries: Entries,
+              read: Callable[[Path], CheckpointReader]) -> object:
     """
     ## Load a checkpoint of any format
 

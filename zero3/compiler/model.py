@@ -545,7 +545,9 @@ class CompiledModel(Zero3Model):
         return "\n".join([*lines, *self.breaks])
 
 
-def engine_named(name: str, comm: Communicator, device: torch.device) -> type[Eager]:
+def engine_named(name: str,
+                 comm: Communicator,
+                 device: torch.device) -> type[Eager]:
     """
     ## The engine, or the one that needs no compiler if a rank has none
 

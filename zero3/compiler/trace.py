@@ -254,7 +254,9 @@ def refuse_writes(inputs: Sequence[Any], places: Sequence[Place | None]) -> None
                "between two steps, or in `with model.full_params(writeback=True)`", RuntimeError)
 
 
-def _parameter(graph: fx.Graph, place: Place, node: fx.Node) -> fx.Node:
+def _parameter(graph: fx.Graph,
+               place: Place,
+               node: fx.Node) -> fx.Node:
     """
     #### An operation that stands for a parameter
     """

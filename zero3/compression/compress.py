@@ -363,7 +363,9 @@ def _put(module: Weighted, methods: list[Method]) -> None:
             parametrize.register_parametrization(module, "bias", PrunedBias(method), unsafe=True)
 
 
-def _round_input(module: Weighted, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _round_input(module: Weighted,
+                 args: tuple,
+                 kwargs: dict) -> tuple[tuple, dict]:
     """
     #### A hook before the forward pass of a layer
     """

@@ -117,7 +117,9 @@ def _parts(layer: nn.Module) -> tuple[Part, ...]:
     return tuple(sorted(found, key=lambda part: not part.trainable))
 
 
-def stages(params: float, ranks: int, basis: int | str = 16) -> list[float]:
+def stages(params: float,
+           ranks: int,
+           basis: int | str = 16) -> list[float]:
     r"""
     ## ZeRO's Table 1: bytes of model states per rank
 

@@ -123,7 +123,9 @@ class Line:
                  for place in range(self.size)]
         return tuple(part.end - part.begin for part in parts)
 
-    def padded(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    def padded(self, x: torch.Tensor,
+               dim: int,
+               size: int) -> torch.Tensor:
         """
         ### A part with zeros behind it, so that all parts are as long as the longest one
         """
@@ -132,7 +134,9 @@ class Line:
         behind = (0, 0) * (x.dim() - 1 - dim % x.dim())
         return F.pad(x, (*behind, 0, longest - x.shape[dim]))
 
-    def gather_parts(self, x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    def gather_parts(self, x: torch.Tensor,
+                     dim: int,
+                     size: int) -> torch.Tensor:
         """
         ### The parts of all ranks in a row (all-gather)
 
@@ -369,7 +373,10 @@ class Swap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, there: Operation, back: Operation) -> torch.Tensor:
+    def forward(ctx,
+                x: torch.Tensor,
+                there: Operation,
+                back: Operation) -> torch.Tensor:
         ctx.back = back
         return there(x)
 

@@ -157,7 +157,9 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> list[Any]:
     return [answers[rank][1] for rank in range(len(pipes))]
 
 
-def _answer(pipe: connection.Connection, rank: int, timeout_s: float) -> tuple[bool, Any]:
+def _answer(pipe: connection.Connection,
+            rank: int,
+            timeout_s: float) -> tuple[bool, Any]:
     """
     #### One rank's answer: whether it succeeded, and its result or an error text
     """

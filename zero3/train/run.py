@@ -185,7 +185,10 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     return dist.PrefixStore(token, store)
 
 
-def agree(store: dist.Store, rank: int, world_size: int, problem: str) -> bool:
+def agree(store: dist.Store,
+          rank: int,
+          world_size: int,
+          problem: str) -> bool:
     """
     ## Whether all ranks are ready
 
