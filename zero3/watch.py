@@ -99,8 +99,9 @@ class Watch:
         Returns the arguments to call the module with.
         """
         views: dict[int, object] = {}
-        return (tuple(self._input(call, value, views) for value in args),
-                {name: self._input(call, value, views) for name, value in kwargs.items()})
+        watched = tuple(self._input(call, value, views) for value in args)
+        named = {name: self._input(call, value, views) for name, value in kwargs.items()}
+        return watched, named
 
     def _input(self, call: Call, value: Any, views: dict[int, object]) -> Any:
         """
@@ -169,7 +170,8 @@ class Watch:
                 tensor.register_hook(partial(self.begin, call))
                 node = getattr(tensor._base, "grad_fn", None)
                 if node is not None:
-                    # The hook goes as well if somebody writes to an output that is a view.
+                    # A view that somebody writes to loses its hook: `nn.ReLU(inplace=True)` after
+                    # `nn.Linear`, for instance.
                     node.register_prehook(partial(self._announces, call))
 
     def _announces(self, call: Call, *_) -> None:

@@ -378,7 +378,11 @@ class Communicator(Peers):
         transfer.announced = len(transfer.works)
         return transfer
 
-    def fail(self, sender: Sender, what: str, expected: str, got: object, cure: str) -> None:
+    def fail(self, sender: Sender,
+             what: str,
+             expected: str,
+             got: object,
+             cure: str) -> None:
         """
         ### Raise an error here, and on the other ranks as soon as they wait for this one
 

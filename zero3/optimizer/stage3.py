@@ -909,28 +909,26 @@ class Zero3Optimizer(Stepper):
                     "take it from a Zero3Optimizer; a plain run goes on by `from_dcp` and "
                     "`zero3.load`")
         masters = state_dict["masters"]
-        # A file of an earlier version does not say whose it is.
-        place = state_dict.get("place", self._place)
-        self.expect(place == self._place, "cannot load this state", f"that of {self._place}", place,
-                    "load on each rank what this rank has saved, or use `zero3.save` and "
-                    "`zero3.load`; with plain PyTorch all ranks have the same states, here each "
-                    "has its own part")
-        expected = [len(states.shard) for states in self.shard_states]
-        sizes = [len(master) for master in masters]
-        self.expect(sizes == expected, "cannot load this state", f"shards of {expected} elements",
-                    f"{sizes}", "load it into the same model on as many ranks, on the same rank")
-        parts = state_dict.get("parts", self._parts)
-        self.expect(parts == self._parts, "cannot load this state", f"shards in parts of "
-                    f"{self._parts} elements", parts, "build the optimizer with the same "
-                    "`fraction`, or use `zero3.save` and `zero3.load`")
-        members = [len(states.params) for states in self.shard_states]
-        cuts = [len(keys) for keys in state_dict["cuts"]]
-        self.expect(cuts == members, "cannot load this state", f"shards of {members} parameters",
-                    cuts, "load it into the same model")
         groups = state_dict["param_groups"]
-        self.expect(len(groups) == len(self.param_groups), "cannot load this state",
-                    f"{len(self.param_groups)} param groups", f"{len(groups)}",
-                    "build the optimizer with the same `group_by`")
+        # What this rank has, how to say so, what the state has, and what to do if that is another.
+        for mine, words, theirs, cure in (
+            # A file of an earlier version does not say whose it is, or how it was cut.
+            (self._place, "that of {}", state_dict.get("place", self._place),
+             "load on each rank what this rank has saved, or use `zero3.save` and `zero3.load`; "
+             "with plain PyTorch all ranks have the same states, here each has its own part"),
+            ([len(states.shard) for states in self.shard_states], "shards of {} elements",
+             [len(master) for master in masters],
+             "load it into the same model on as many ranks, on the same rank"),
+            (self._parts, "shards in parts of {} elements", state_dict.get("parts", self._parts),
+             "build the optimizer with the same `fraction`, or use `zero3.save` and `zero3.load`"),
+            ([len(states.params) for states in self.shard_states], "shards of {} parameters",
+             [len(keys) for keys in state_dict["cuts"]],
+             "load it into the same model"),
+            (len(self.param_groups), "{} param groups",
+             len(groups),
+             "build the optimizer with the same `group_by`"),
+        ):
+            self.expect(theirs == mine, "cannot load this state", words.format(mine), theirs, cure)
         for states, numbers in zip(self.shard_states, state_dict["cuts"], strict=True):
             # Cut like the saved pieces.
             states.repartition(numbers, self.state)
