@@ -1305,24 +1305,6 @@ def test_a_count_in_the_param_group_counts_the_steps(bucket_bytes, group_by):
         torch.testing.assert_close(one.detach(), other - 1.5)
 
 
-def counted_on_ranks():
-    model = shard([nn.Linear(2, 2)])
-    optimizer = Zero3Optimizer(model, Counts, group_by=counted)
-    for _ in range(2):
-        optimizer.backward(model(torch.ones(1, 2)).sum())
-        optimizer.step()
-    return [group["k"] for group in optimizer.param_groups]
-
-
-def test_a_rank_that_owns_no_matrix_counts_the_steps_too():
-    """
-    Two ranks, and one matrix, which the first one steps. Breaks where the second step finds other
-    options on the other rank.
-    Proves `Owners.step`.
-    """
-    assert run(counted_on_ranks, 2) == [[2, 2]] * 2
-
-
 def test_what_the_chapter_says_is_not_covered_is_so():
     """
     Gradients of 1e20, whose squares fp32 does not hold, count as an overflow.

@@ -639,8 +639,8 @@ class Zero3Optimizer(Stepper):
                   for states in self.shard_states
                   if states.shard.grad is not None and not unused.issuperset(states.params)}
         batches = self._batches(pieces)
+        call = in_one_step(self.inner)
         try:
-            call = in_one_step(self.inner)
             if self.owners.wholes:
                 self.owners.step(unused, factor)
             for i, batch in enumerate(batches):

@@ -484,11 +484,8 @@ def in_one_step(inner: torch.optim.Optimizer) -> Callable[[], None]:
     ## A step in several calls, each for some of the parameters
 
     Each call finds the options as the first one did. So a class that counts its steps in the param
-    group, as Schedule-Free does, counts one. The first call is for none, on all ranks.
+    group, as Schedule-Free does, counts one.
     """
-    for group in inner.param_groups:
-        # A class may look for the device of the first one.
-        group["params"] = [nn.Parameter(torch.empty(0, device="cpu"))]
     options = [{**group} for group in inner.param_groups]
 
     def call() -> None:
@@ -498,7 +495,6 @@ def in_one_step(inner: torch.optim.Optimizer) -> Callable[[], None]:
             group.update(first, params=params)
         inner.step()
 
-    call()
     return call
 
 
