@@ -249,14 +249,16 @@ class Pipeline(ShardedModel):
         """
         with super().full_params(writeback) as own, ExitStack() as stack:
             for layer in self.borrowed:
+                layer.listener = self.listener
                 # A batch in the block computes with these.
                 own |= stack.enter_context(layer.full_params(writeback))
             found: dict[str, nn.Parameter] = {}
             for first, (owner, shape, dtype) in self.shapes.items():
                 param: Any = own[first] if first in own else torch.empty(
                     shape, dtype=dtype, device=self.device)
-                # `.data`, because this is no write of the caller's.
-                self.across.broadcast([param.data], owner)
+                # This is no write of the caller's.
+                with torch.autograd._unsafe_preserve_version_counter(param):
+                    self.across.broadcast([param], owner)
                 found |= dict.fromkeys(self.names[first], param)
             try:
                 yield found
