@@ -16,7 +16,7 @@ with the library's name, and its links are on lines of their own:
 | `### Freeing memory that has views` | the title |
 | `InFlight.free` in backticks, alone on its line | the section of our source |
 | **FSDP2** and one or two sentences | the statement |
-| a link with a file and a function, to `blob/v2.13.0/...#L1072` | where it was read |
+| a link with a function, to `blob/v2.13.0/...#L1072` | where it was read |
 
 $$\text{line in the link} = \text{first line of the function in that version}$$
 
@@ -40,7 +40,7 @@ NOTES = Path(__file__).with_name("elsewhere.md")
 LIBRARIES = ("FSDP2", "DeepSpeed")
 # In a repository and on disk a file has different folders.
 FOLDERS = {"torch/": "", "deepspeed/": "", "csrc/": "ops/csrc/"}
-LINK = re.compile(r"\[`([^`]+)`, `([^`]+)`\]\((\S+)/blob/v([\d.]+)/(\S+)#L(\d+)\)")
+LINK = re.compile(r"\[`([^`]+)`\]\((\S+)/blob/v([\d.]+)/(\S+)#L(\d+)\)")
 
 
 class Place(NamedTuple):
@@ -48,7 +48,6 @@ class Place(NamedTuple):
     ## A function of another library
     """
 
-    shown: str  # the file as the link shows it
     function: str  # its qualified name
     repository: str
     version: str
@@ -89,8 +88,8 @@ def places(note: str) -> list[Place]:
     """
     ## The functions that a note links to
     """
-    return [Place(shown, function, repository, version, path, int(line))
-            for shown, function, repository, version, path, line in LINK.findall(note)]
+    return [Place(function, repository, version, path, int(line))
+            for function, repository, version, path, line in LINK.findall(note)]
 
 
 def line_of(source: Path, function: str) -> int | None:

@@ -607,7 +607,6 @@ class Zero3Sequential(ShardedModel):
 # | sparse gradients | an error | `sparse=False` |
 # | double backward (`create_graph=True`) | an error | inside `full_params()` |
 # | `backward(inputs=shards)` | no layer gets a gradient | freeze the others |
-# | a write to a parameter in forward | an error | write to the shards |
 # | a tensor deep inside objects | "modified by an inplace operation" | put it in a tuple or dict |
 # | autocast | a 16-bit copy of every weight stays | bf16 layers with fp32 masters |
 # | `torch.func` around a layer | an error | use it inside the module |
