@@ -613,5 +613,4 @@ class Zero3Sequential(ShardedModel):
 # | `torch.compile` around layers | they run uncompiled | `layer.module.compile()` |
 # | parameters outside sharded layers | they are not reduced | DDP around the whole model |
 #
-# `watch.py` says where a layer looks for tensors. The copies of autocast stay from forward to
-# backward, half of the memory that freeing would save.
+# `watch.py` says where a layer looks for tensors.

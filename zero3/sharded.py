@@ -99,7 +99,7 @@ class Sharded(Trained, Guarded):
         self.module = module
         self.label = type(module).__name__
         self.flats = []
-        # Who needs the full parameters now. A layer is not freed as long as there is one.
+        # Who needs the full parameters now: as long as there is one, they are not freed.
         self.holders = set()
         # `Zero3Sequential` sets these. A layer that is in a chain twice, or in two chains, has two
         # next layers.
@@ -152,7 +152,6 @@ class Sharded(Trained, Guarded):
         """
         params = {name: slot.param for slot in self.slots() for name in slot.names}
         if self.is_full_elsewhere:
-            # The block around this one keeps or loses what is written.
             yield params
             return
         self.reshard()

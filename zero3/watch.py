@@ -170,8 +170,7 @@ class Watch:
                 tensor.register_hook(partial(self.begin, call))
                 node = getattr(tensor._base, "grad_fn", None)
                 if node is not None:
-                    # A view that somebody writes to loses its hook: `nn.ReLU(inplace=True)` after
-                    # `nn.Linear`, for instance.
+                    # A view loses its hook if somebody writes to it, as `nn.ReLU(inplace=True)`.
                     node.register_prehook(partial(self._announces, call))
 
     def _announces(self, call: Call, *_) -> None:

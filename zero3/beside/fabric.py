@@ -34,8 +34,9 @@ model, optimizer = fabric.setup(model, optimizer)
 a 16-bit copy of each weight until backward, on every rank. Convert the model before `wrap`. With
 `loss_scale=` call `optimizer.backward(loss)`: the step refuses gradients of `fabric.backward`.
 `fabric.clip_gradients(clip_val=)` and `load_raw` are errors, and `filter=` has no effect on shards:
-clip elements with `torch.nn.utils.clip_grad_value_(model.parameters(), c)`. `no_backward_sync` has
-no effect for an optimizer of torch's on shards: each micro-batch is reduced, with the same result.
+clip elements with `torch.nn.utils.clip_grad_value_(model.parameters(), c)`.
+`no_backward_sync` has no effect for an optimizer of torch's on shards: each micro-batch is reduced,
+with the same result. If a norm is not finite, the error comes after the gradients have been scaled.
 `fabric.save` of the shards is complete or absent, but Fabric writes what is beside them by itself.
 The strategy is for `lightning.fabric` if `lightning` is installed, and else for `lightning_fabric`:
 each accepts strategies of its own classes only.
@@ -105,7 +106,6 @@ class Zero3Strategy(DDPStrategy):
               "the strategy cannot train this model in mixed precision",
               "`precision=\"bf16-true\"`", precision, "call `model.bfloat16()` before "
               "`wrap`; `Zero3Optimizer` keeps fp32 masters")
-        # Fabric has converted the shards already.
         dtypes = [(flat.full.dtype, flat.shard.dtype)
                   for layer in module.sharded_layers for flat in layer.flats]
         check(all(full == shard for full, shard in dtypes),

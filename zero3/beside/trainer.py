@@ -31,12 +31,12 @@ ranks' means would be $\frac{3 + 6}{2} = 4.5$.
 **Not covered, and what that costs**: `model_init`, `optimizers=`, `auto_find_batch_size`, and
 `load_best_model_at_end` together with `save_only_model` are errors. For other options of
 `Zero3Optimizer`, such as `offload=`, override `create_optimizer`. `save_model` gathers the whole
-model in CPU memory of the first rank; `trainer.model.save` has one layer at a time there. A run
-that resumes on another number of ranks draws other random numbers for dropout. Accumulation holds
-back full gradients, unless
-`accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}` reduces each
-micro-batch. Of TRL's trainers only `SFTTrainer` is tried. Another minor release of transformers may
-need other overrides, because some are private.
+model in CPU memory of the first rank; `trainer.model.save` has one layer at a time there. After
+`load_best_model_at_end` the optimizer's states are those of the best model too. A run that resumes
+on another number of ranks draws other random numbers for dropout. Accumulation holds back full
+gradients, unless `accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}`
+reduces each micro-batch. Of TRL's trainers only `SFTTrainer` is tried. Some of the methods that
+this class overrides are private, so another minor release of transformers may need other ones.
 """
 
 from collections.abc import Callable

@@ -130,7 +130,7 @@ def remove(checkpoint: Path) -> None:
     After the rename, half of it does not look like a checkpoint.
     """
     if checkpoint.is_symlink():
-        # It was moved elsewhere, and stays there. `rmtree` refuses links, here and in later saves.
+        # It was moved elsewhere, and stays there; `rmtree` refuses links.
         checkpoint.unlink()
     else:
         renamed = checkpoint.with_suffix(".removed")

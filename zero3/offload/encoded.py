@@ -33,7 +33,8 @@ bytes. While a layer is gathered, its decoded shard comes on top. The idea is fr
 norms; wrap those in a layer with another `Offload`. Other numbers rest as they are. The all-gather
 sends the decoded shard, or encodes it once more if `Links` says so: nothing is lost then only if
 both encodings are the same. In another number of shards the blocks begin elsewhere, so loading a
-checkpoint there rounds once more.
+checkpoint there rounds once more. On an accelerator with the tier "cpu", a shard that was copied
+ahead and then not needed stays on the device, encoded, until its next use.
 """
 
 import weakref

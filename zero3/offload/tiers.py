@@ -31,10 +31,11 @@ ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
 
 **Not covered, and what that costs**: each shard in files has a file of its own, which stays open.
 So there are at most as many shards as the system's hard limit on open files allows (`ulimit -Hn`),
-minus a few. Layers are allocated and freed all the time, and glibc keeps some of that memory in
-pieces; `MALLOC_MMAP_THRESHOLD_=131072` in the environment makes it give all back, at some cost in
-speed. On an accelerator, gradients in CPU memory are in torch's pinned memory, which rounds each up
-to a power of two: up to twice the bytes that are predicted.
+minus a few. An optimizer of torch's cannot step a shard in a file, because it has no elements;
+`Zero3Optimizer` can. Layers are allocated and freed all the time, and glibc keeps some of that
+memory in pieces; `MALLOC_MMAP_THRESHOLD_=131072` in the environment makes it give all back, at some
+cost in speed. On an accelerator, gradients in CPU memory are in torch's pinned memory, which rounds
+each up to a power of two: up to twice the bytes that are predicted.
 """
 
 import os

@@ -58,10 +58,11 @@ is refused. If a class counts its steps in an attribute, the count is too high, 
 once for each large shard, and once for each batch of small ones.
 
 If only one rank lacks the gradients of some parameters of a layer, they count as zeros, and that
-rank hands the layer in at the end of backward. It is an error if the others have sent the layer
-before, or if a rank has no gradient for it. If the squares of a shard's gradient exceed the range
-of fp32, the norm counts as an overflow. If the model is one of several inside a module, the
-module's `zero_grad()` does not see the full gradients that `no_sync` holds back.
+rank hands the layer in at the end of backward. This is an error if the ranks then reduce in
+different orders: the others have sent the layer alone, or in a bucket that was full before the end.
+It is an error too if a rank has no gradient for a layer. If the squares of a shard's gradient
+exceed the range of fp32, the norm counts as an overflow. If the model is one of several inside a
+module, the module's `zero_grad()` does not see the full gradients that `no_sync` holds back.
 
 A parameter that skips steps in which its neighbours are used becomes a piece of its own. That costs
 a little memory and time. If every rank lacks the gradient of some parameter of a layer, the ranks
@@ -909,7 +910,7 @@ class Zero3Optimizer(Stepper):
                     "`zero3.load`")
         masters = state_dict["masters"]
         groups = state_dict["param_groups"]
-        # What this rank has, how to say so, what the state has, and what to do if that is another.
+        # This rank's, in words, the state's, and what to do if they differ.
         for mine, words, theirs, cure in (
             # A file of an earlier version does not say whose it is, or how it was cut.
             (self._place, "that of {}", state_dict.get("place", self._place),

@@ -483,8 +483,8 @@ def in_one_step(inner: torch.optim.Optimizer) -> Callable[[], None]:
     """
     ## A step in several calls, each for some of the parameters
 
-    Each call finds the options as the first one did. So a class that counts its steps in the param
-    group, as Schedule-Free does, counts one.
+    Each call finds the options of the first one. So a class that counts its steps in the param
+    group counts one.
     """
     options = [{**group} for group in inner.param_groups]
 

@@ -250,7 +250,6 @@ class Pipeline(ShardedModel):
         with super().full_params(writeback) as own, ExitStack() as stack:
             for layer in self.borrowed:
                 layer.listener = self.listener
-                # A batch in the block computes with these.
                 own |= stack.enter_context(layer.full_params(writeback))
             found: dict[str, nn.Parameter] = {}
             for first, (owner, shape, dtype) in self.shapes.items():

@@ -59,8 +59,9 @@ model.
 gathered on demand; other methods of the model that use parameters of the root raise errors. A layer
 that is called twice stays full in backward from one call to the other. If a module has an attribute
 that units have themselves, `layer_idx` for instance, read it from `unit.module`. `isinstance` says
-of a unit what it says of its module, `type` does not. A write through `.data` of a persistent
-unit's shard is seen only after the next step, or after `release_all()`.
+of a unit what it says of its module, `type` does not; and `isinstance(unit, Iterable)` is true for
+all units. A write through `.data` of a persistent unit's shard is seen only after the next step, or
+after `release_all()`.
 """
 
 import weakref

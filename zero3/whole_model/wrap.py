@@ -27,11 +27,11 @@ does. For the other units it is an external parameter.
 **Run this**: `python -m zero3.whole_model`.
 
 **Not covered, and what that costs**: ranks must reach the same units in the same order, so
-everything that depends on a rank's data belongs inside one unit, by `leaf_classes`. `predict`
-covers chains only. Of the model's methods, `forward` and `generate` gather what they need. Add
-trainable layers to the plain model, before `wrap` or after `destroy`; otherwise the next forward
-raises an error. `isinstance` says what a unit's module is, but not what the whole model is: ask
-`model.module`.
+everything that depends on a rank's data belongs inside one unit, by `leaf_classes`. A unit persists
+as a whole: one small parameter in it would save no message. `predict` covers chains only. Of the
+model's methods, `forward` and `generate` gather what they need. Add trainable layers to the plain
+model, before `wrap` or after `destroy`; otherwise the next forward raises an error. `isinstance`
+says what a unit's module is, but not what the whole model is: ask `model.module`.
 """
 
 import functools
