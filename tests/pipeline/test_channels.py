@@ -214,6 +214,8 @@ def refused():
     pipeline = make()
     elsewhere = Zero3Optimizer(Zero3Layer(nn.Linear(2, 2)))
     x = torch.zeros(2, LENGTH, dtype=torch.long)
+    buffered = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    buffered[1].register_buffer("running", torch.zeros(1 + dist.get_rank()))
     return [text_of(does) for does in (
         lambda: make(where=other), lambda: make(stages=[1, 1]), lambda: make(stages=[2, 1, 2]),
         lambda: make(stages=[3, "2"]), lambda: make(stages=[4, 1]),
@@ -222,7 +224,7 @@ def refused():
         lambda: make([nn.Linear(2, 2), shared, nn.Linear(2, 2), shared, shared],
                      schedule="interleaved", micro_batches=2, stages=[2, 1, 1, 1]),
         lambda: pipeline.train_batch(x, x, elsewhere), lambda: pipeline(x),
-        lambda: make(iter([])))]
+        lambda: make(iter([])), lambda: make(stages=[]), lambda: make(buffered))]
 
 
 def test_what_cannot_be_a_pipeline_is_refused():
@@ -240,7 +242,8 @@ def test_what_cannot_be_a_pipeline_is_refused():
                 "one stage on each rank with 1f1b. Got: 2",
                 "tied weights. Expected: the same two stages for all of them",
                 "the newest `Zero3Optimizer` of this pipeline", "`train_batch(x, y, optimizer)`",
-                "the stages. Expected: at most 0, one for each layer. Got: 2"),
+                "the stages. Expected: at most 0, one for each layer. Got: 2", "Got: []",
+                "`1.running`"),
                 strict=True):
             assert part in text and "What to do: " in text, text
 

@@ -129,13 +129,15 @@ class Pipeline(ShardedModel):
         self.ranks = self.across.group.size
         self.place = self.across.group.rank
         told: dict[str, object] = {
-            **{f"`{name}`": (tuple(p.shape), p.dtype)
-               for p, names in names_of(layers).items() for name in names},
+            **{f"`{name}`": (tuple(tensor.shape), tensor.dtype)
+               for kind in ("named_parameters", "named_buffers")
+               for tensor, names in names_of(layers, kind).items() for name in names},
             "number of layers": len(layers), "`stages`": stages, "`per_rank`": per_rank,
             "`schedule`": schedule, "`micro_batches`": micro_batches, "`gathers`": gathers}
         same(f"rank {self.across.global_rank}: the pipeline", self.across.ranks,
              self.across.gather(told), "build it alike on all ranks", ValueError)
-        plan = Plan(layers, self.ranks, stages or balanced(layers, self.ranks * per_rank))
+        plan = Plan(layers, self.ranks, balanced(layers, self.ranks * per_rank)
+                    if stages is None else stages)
         self.count = len(plan.counts)
         self.ends = plan.ends
         self.shapes = plan.shapes
