@@ -314,8 +314,8 @@ class Pipeline(ShardedModel):
         error in one stage is raised on all ranks.
         """
         # A newer optimizer has taken over the layers' reducers.
-        expect(self._first.reducer in getattr(optimizer, "buckets", ()),
-               "train_batch", "the newest `Zero3Optimizer` of this pipeline",
+        is_ours = self._first.reducer in getattr(optimizer, "buckets", ())
+        expect(is_ours, "train_batch", "the newest `Zero3Optimizer` of this pipeline",
                f"another {type(optimizer).__name__}",
                "build it on the pipeline: `Zero3Optimizer(pipeline, ...)`")
         return self._run(_Batch(self, self.train_list, x, y, optimizer))
@@ -511,8 +511,8 @@ class _Batch:
         if self.outputs is not None:
             self.outputs.append(output)
         loss = self.pipeline.loss_fn(output, _copied(y))
-        expect(isinstance(loss, torch.Tensor) and loss.numel() == 1,
-               "`loss_fn`", "the mean loss, a tensor of one element",
+        is_mean = isinstance(loss, torch.Tensor) and loss.numel() == 1
+        expect(is_mean, "`loss_fn`", "the mean loss, a tensor of one element",
                f"{getattr(loss, 'shape', type(loss))}", "take the mean over the rows")
         loss = loss.reshape(())
         self.loss += loss.detach().double() / self.pipeline.micro_batches
@@ -696,8 +696,9 @@ def _told(leaf: object) -> str:
     """
     #### A leaf of a batch in words
     """
-    return (f"{leaf.dtype} of {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor)
-            else repr(leaf))
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} of {tuple(leaf.shape)}"
+    return repr(leaf)
 
 
 def _checksum(leaves: list[object]) -> int:
