@@ -10,6 +10,7 @@ import gc
 import warnings
 import weakref
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch._guards import TracingContext, tracing
 from torch.distributed.device_mesh import init_device_mesh
+from torch.torch_version import TorchVersion
 
 from tests.compiler.models import (
     WIDTH,
@@ -1114,6 +1117,30 @@ def test_models_that_cannot_be_right_are_errors():
     said = raised(model(torch.arange(3)).sum().backward)
     assert "cannot reduce a gradient" in said and "`table.weight`" in said
     torch.compiler.reset()
+
+
+def test_what_dynamo_asks_a_freed_parameter_gathers_nothing():
+    """
+    While it traces, Dynamo of torch 2.11 and 2.12 also asks for the gradient. Anybody else who does
+    so reads memory that is freed.
+    Proves `FreedParameter.__torch_function__`.
+    """
+    model = compile(Stack(depth=1), Block, backend="aot_eager")
+    weight = model.units[1].module.linear.weight
+    with tracing(TracingContext(None)):
+        assert weight.grad is None and not weight.is_nested
+    assert not weight.untyped_storage().nbytes()
+    assert "freed `linear.weight`" in raised(lambda: weight.grad)
+
+
+def test_a_torch_whose_dynamo_misses_something_is_warned_of():
+    """
+    Dynamo of torch 2.11 does not look whether a parameter trains.
+    Proves `compile`.
+    """
+    with mock.patch.object(torch, "__version__", TorchVersion("2.11.1")):
+        with pytest.warns(UserWarning, match="later.*install torch 2.12"):
+            compile(Stack(depth=1), Block, backend="aot_eager")
 
 
 def test_a_limit_that_cannot_be_kept_is_an_error_with_the_least_one():

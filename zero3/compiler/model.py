@@ -46,8 +46,9 @@ ones gain little on a CPU.
 `torch.compile`.
 
 **Not covered, and what that costs**: `persist_below_numel` of `wrap`. With torch 2.11, a model
-whose graph breaks is an error of Dynamo's. If backward never comes, layers that stayed full wait
-for the next forward pass to free them. Layers that `compress` has changed run with hooks. A model
+whose graph breaks is an error of Dynamo's, and a layer that is frozen later goes on training; a
+warning says so. If backward never comes, layers that stayed full wait for the next forward pass to
+free them. Layers that `compress` has changed run with hooks. A model
 that returns one of its weights raises an error when the result is used. A
 `register_post_accumulate_grad_hook` of a parameter is an error, and so is a `register_hook` if the
 gradient comes from several graphs.
@@ -606,6 +607,10 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
         expect(name in _OPTIONS, f"compile: `{name}`", f"one of {sorted(_OPTIONS)}", "another "
                "argument", "leave it out; a graph decides for itself what hooks are told",
                TypeError)
+    if torch.__version__ < "2.12":
+        warnings.warn(f"compile: torch {torch.__version__} does not see that a layer is frozen or "
+                      "unfrozen later, and refuses a model whose graph breaks. What to do: install "
+                      "torch 2.12, or take `wrap`.", stacklevel=2)
     if layer_classes is None:
         expect(isinstance(model, nn.Sequential), "compile: `layer_classes`", "the classes of the "
                "model's layers", "none", "pass them; only an `nn.Sequential` can do without")

@@ -201,7 +201,8 @@ def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
     """
     ## Bytes of the distinct storages that modules and optimizers hold
     """
-    return sum(storages(tensor for part in _parts(holders) for tensor in _held_by(part)).values())
+    with torch._C.DisableTorchFunctionSubclass():
+        return sum(storages(t for part in _parts(holders) for t in _held_by(part)).values())
 
 
 def storages(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:

@@ -23,6 +23,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 
 from zero3.guards.guarded import Guarded, is_sharded, own_modules
 from zero3.guards.options import expect
@@ -31,7 +32,7 @@ from zero3.guards.placement import check_fresh
 # Properties and methods that read no element.
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn",
                "grad_dtype", "is_sparse", "is_sparse_csr", "is_cuda", "is_cpu", "is_meta",
-               "is_quantized", "_version", "nbytes")
+               "is_quantized", "is_nested", "_version", "nbytes")
 _METHODS = ("dim", "numel", "nelement", "size", "stride", "__len__", "__hash__", "element_size",
             "untyped_storage", "is_floating_point", "is_complex")
 METADATA = {*(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
@@ -110,7 +111,8 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if cls.traceable and torch.compiler.is_compiling():
+        # The second is for what Dynamo asks by itself, and not because it traces this function.
+        if cls.traceable and (torch.compiler.is_compiling() or TracingContext.try_get()):
             return super().__torch_function__(func, types, args, kwargs or {})
         removes_grad = func == torch.Tensor.grad.__set__ and args[1] is None
         if func in METADATA or (cls.is_shard and (removes_grad or func in _OF_SHARDS)):
