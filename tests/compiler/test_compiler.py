@@ -1121,7 +1121,7 @@ def test_models_that_cannot_be_right_are_errors():
 
 def test_what_dynamo_asks_a_freed_parameter_gathers_nothing():
     """
-    While it traces, Dynamo of torch 2.11 and 2.12 also asks for the gradient. Anybody else who does
+    While it traces, Dynamo of torch 2.12 also asks for the gradient. Anybody else who does
     so reads memory that is freed.
     Proves `FreedParameter.__torch_function__`.
     """
@@ -1133,14 +1133,14 @@ def test_what_dynamo_asks_a_freed_parameter_gathers_nothing():
     assert "freed `linear.weight`" in raised(lambda: weight.grad)
 
 
-def test_a_torch_whose_dynamo_misses_something_is_warned_of():
+def test_a_torch_whose_dynamo_trains_wrongly_is_refused():
     """
-    Dynamo of torch 2.11 does not look whether a parameter trains.
+    With torch 2.11 a layer that is unfrozen later would not train.
     Proves `compile`.
     """
     with mock.patch.object(torch, "__version__", TorchVersion("2.11.1")):
-        with pytest.warns(UserWarning, match="later.*install torch 2.12"):
-            compile(Stack(depth=1), Block, backend="aot_eager")
+        said = raised(lambda: compile(Stack(depth=1), Block, backend="aot_eager"))
+    assert "compile. Expected: torch 2.12 or later. Got: 2.11.1" in said
 
 
 def test_a_limit_that_cannot_be_kept_is_an_error_with_the_least_one():

@@ -45,11 +45,10 @@ ones gain little on a CPU.
 **Run this**: `make bench ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with
 `torch.compile`.
 
-**Not covered, and what that costs**: `persist_below_numel` of `wrap`. With torch 2.11, a model
-whose graph breaks is an error of Dynamo's, and a layer that is frozen later goes on training; a
-warning says so. If backward never comes, layers that stayed full wait for the next forward pass to
-free them. Layers that `compress` has changed run with hooks. A model
-that returns one of its weights raises an error when the result is used. A
+**Not covered, and what that costs**: `persist_below_numel` of `wrap`. It needs torch 2.12: with
+2.11 some models would train wrongly. If backward never comes, layers that stayed full wait for the
+next forward pass to free them. Layers that `compress` has changed run with hooks. A model that
+returns one of its weights raises an error when the result is used. A
 `register_post_accumulate_grad_hook` of a parameter is an error, and so is a `register_hook` if the
 gradient comes from several graphs.
 """
@@ -589,10 +588,10 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
       `seed`, `init`, `checkpoint`, `mesh`, `activations`
 
     Raises `ValueError` for impossible arguments, `TypeError` for an option of `wrap` that is for
-    hooks, and otherwise as `wrap`. The first forward pass raises an error if `limit_numel` is too
-    low. [DeepCompile](https://arxiv.org/abs/2504.09983), section 4;
-    [SimpleFSDP](https://arxiv.org/abs/2411.00284), section 3. Keeps I1 to I9, with `limit_numel` in
-    place of I3, and fewer gathers than I4 says.
+    hooks, `RuntimeError` before torch 2.12, and otherwise as `wrap`. The first forward pass raises
+    an error if `limit_numel` is too low. [DeepCompile](https://arxiv.org/abs/2504.09983), section
+    4; [SimpleFSDP](https://arxiv.org/abs/2411.00284), section 3. Keeps I1 to I9, with `limit_numel`
+    in place of I3, and fewer gathers than I4 says.
     """
     for name, value, least in (
             ("limit_numel", limit_numel, 1),
@@ -607,10 +606,9 @@ def compile(model: nn.Module, layer_classes: Classes | None = None, *,
         expect(name in _OPTIONS, f"compile: `{name}`", f"one of {sorted(_OPTIONS)}", "another "
                "argument", "leave it out; a graph decides for itself what hooks are told",
                TypeError)
-    if torch.__version__ < "2.12":
-        warnings.warn(f"compile: torch {torch.__version__} does not see that a layer is frozen or "
-                      "unfrozen later, and refuses a model whose graph breaks. What to do: install "
-                      "torch 2.12, or take `wrap`.", stacklevel=2)
+    # Dynamo of torch 2.11 does not see that a layer is frozen or unfrozen later.
+    expect(torch.__version__ >= "2.12", "compile", "torch 2.12 or later", torch.__version__,
+           "install it, or call `wrap`", RuntimeError)
     if layer_classes is None:
         expect(isinstance(model, nn.Sequential), "compile: `layer_classes`", "the classes of the "
                "model's layers", "none", "pass them; only an `nn.Sequential` can do without")
