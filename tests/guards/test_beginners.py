@@ -538,6 +538,25 @@ def test_a_parameter_may_get_its_first_gradient_later_than_its_neighbours():
             assert torch.equal(param, params[name])
 
 
+@pytest.mark.parametrize("make, words", [
+    (lambda ps: torch.optim.AdamW([{"params": [p for p in ps if p.dim() > 1]},
+                                   {"params": [p for p in ps if p.dim() < 2], "weight_decay": 0}]),
+     "Got: an empty group of AdamW. What to do: pass `group_by=`"),
+    (torch.optim.Adafactor, r"stepped by Adafactor. (.*)`Zero3Optimizer\(model, Adafactor"),
+])
+def test_shards_are_not_stepped_as_if_they_were_parameters(make, words):
+    """
+    Without decay for vectors, no shard would have any; and a class that takes the norm of a
+    parameter would take that of a shard.
+    Proves `check_step`.
+    """
+    model = Zero3Sequential([Zero3Layer(nn.Linear(3, 3)) for _ in range(2)])
+    optimizer = make([*model.parameters()])
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match=words):
+        optimizer.step()
+
+
 def test_a_group_takes_the_options_of_its_optimizer():
     """
     A typing mistake in `weight_decay` would train without, in silence.

@@ -14,7 +14,8 @@ $$\lVert g^{(r)} \rVert \ne \lVert g \rVert$$
 | `model.clip_grad_norm_(c)` | the norm of the whole model, one all-gather of a number per shard |
 | `torch.nn.utils.clip_grad_norm_`, and all norms of torch's | an error that names the first call |
 | `torch.amp.GradScaler` | the ranks agree whether there was an overflow: all step, or none |
-| `clip_grad_value_`, optimizers, in-place operations | as for any tensor |
+| the step of an optimizer that looks at whole parameters, or with an empty group | an error |
+| `clip_grad_value_`, other optimizers, in-place operations | as for any tensor |
 | `g.as_subclass(torch.Tensor)` | a plain tensor with the same memory, to look at this rank's part |
 
 `GradientElsewhere` has a gradient's shape and no memory. A shard's `.grad` is one of these while
@@ -35,6 +36,7 @@ from typing import SupportsIndex
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from zero3.guards.freed import METADATA
@@ -55,6 +57,8 @@ _ZERO = {torch.Tensor.zero_, torch._foreach_zero_}
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 # Functions that read no element.
 _HARMLESS = {*METADATA, torch.Tensor.requires_grad_, torch.Tensor.detach_}
+# Classes that look at a whole parameter, by name: not all of them are torch's.
+_LOOK_AT_ALL = {"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"}
 _CURE = ("clip with `model.clip_grad_norm_(...)`, or `Zero3Optimizer(..., clip_grad_norm=...)`; "
          "without a `Zero3Sequential` or `wrap`, with "
          "`zero3.gradients.clip_grad_norm_(model, ...)`; to look at this rank's part take "
@@ -158,6 +162,30 @@ def mark(grad: torch.Tensor,
         grad.used = used
     grad.note_used(names)
     return grad
+
+
+def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """
+    ## Refuse to step shards as if they were whole parameters
+
+    PyTorch calls it before each step of each optimizer. A group is empty if it was to get the
+    parameters with two dimensions, or certain names: shards have one dimension and other names.
+    """
+    groups = optimizer.param_groups
+    layer = _layer([p.grad for group in groups for p in group["params"]])
+    # `Zero3Optimizer` knows the parameters of each shard.
+    if layer is None or hasattr(optimizer, "shard_states"):
+        return
+    name = type(optimizer).__name__
+    layer.expect(all(group["params"] for group in groups), "cannot be stepped in such groups",
+                 "parameters in each group", f"an empty group of {name}", "pass `group_by=` to "
+                 "`Zero3Optimizer`, which gets whole shapes and names; or leave the group out")
+    layer.expect(name.lower() not in _LOOK_AT_ALL, f"cannot be stepped by {name}",
+                 "an optimizer that steps each element by itself", "one that looks at a whole "
+                 "parameter", f"call `Zero3Optimizer(model, {name}, ...)`")
+
+
+register_optimizer_step_pre_hook(check_step)
 
 
 def elsewhere(flat: object, param: nn.Parameter) -> GradientElsewhere:
