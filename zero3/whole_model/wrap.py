@@ -306,7 +306,6 @@ class Zero3Model(StandIn, ShardedModel):
         """
         self.order.trace.end()
         for unit in self.units:
-            unit.holders.clear()
             unit.reshard()
 
     @torch.no_grad()
