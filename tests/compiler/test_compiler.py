@@ -1121,8 +1121,7 @@ def test_models_that_cannot_be_right_are_errors():
 
 def test_what_dynamo_asks_a_freed_parameter_gathers_nothing():
     """
-    While it traces, Dynamo of torch 2.12 also asks for the gradient. Anybody else who does
-    so reads memory that is freed.
+    While it traces, Dynamo of torch 2.12 also asks for the gradient.
     Proves `FreedParameter.__torch_function__`.
     """
     model = compile(Stack(depth=1), Block, backend="aot_eager")

@@ -548,7 +548,7 @@ def test_shards_are_not_stepped_as_if_they_were_parameters(make, words):
     """
     Without decay for vectors, no shard would have any; and a class that takes the norm of a
     parameter would take that of a shard.
-    Proves `check_step`.
+    Proves `check_optimizer`.
     """
     model = Zero3Sequential([Zero3Layer(nn.Linear(3, 3)) for _ in range(2)])
     optimizer = make([*model.parameters()])

@@ -14,7 +14,7 @@ $$\lVert g^{(r)} \rVert \ne \lVert g \rVert$$
 | `model.clip_grad_norm_(c)` | the norm of the whole model, one all-gather of a number per shard |
 | `torch.nn.utils.clip_grad_norm_`, and all norms of torch's | an error that names the first call |
 | `torch.amp.GradScaler` | the ranks agree whether there was an overflow: all step, or none |
-| the step of an optimizer that looks at whole parameters, or with an empty group | an error |
+| a step that looks at whole parameters, or has an empty group of them | an error |
 | `clip_grad_value_`, other optimizers, in-place operations | as for any tensor |
 | `g.as_subclass(torch.Tensor)` | a plain tensor with the same memory, to look at this rank's part |
 
@@ -164,12 +164,12 @@ def mark(grad: torch.Tensor,
     return grad
 
 
-def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """
     ## Refuse to step shards as if they were whole parameters
 
-    PyTorch calls it before each step of each optimizer. A group is empty if it was to get the
-    parameters with two dimensions, or certain names: shards have one dimension and other names.
+    A group is empty if it was to get matrices, or certain names: shards have one dimension and
+    other names.
     """
     groups = optimizer.param_groups
     layer = _layer([p.grad for group in groups for p in group["params"]])
@@ -185,7 +185,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
                  "parameter", f"call `Zero3Optimizer(model, {name}, ...)`")
 
 
-register_optimizer_step_pre_hook(check_step)
+register_optimizer_step_pre_hook(check_optimizer)
 
 
 def elsewhere(flat: object, param: nn.Parameter) -> GradientElsewhere:
