@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests import cases, wholes
+from tests import cases, one_gpu, wholes
 from tests.ranks import run
 from tests.streams import Accelerator
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
@@ -39,14 +39,19 @@ WHOLES = [name for name in wholes.WHOLES if name not in ("GPT2", "Llama", "T5", 
 @contextmanager
 def collectives():
     """
-    Every wire takes collectives, as on an accelerator
+    Every wire takes collectives, as on an accelerator, which asserts with short messages only
     """
     def opened(self, *args, real=Communicator.open):
         at = real(self, *args)
         self.by_messages = False
         return at
 
-    with mock.patch.object(Communicator, "open", opened):
+    def asserted(condition, message, real=torch._assert_async):
+        assert len(message) < 255
+        real(condition, message)
+
+    with (mock.patch.object(Communicator, "open", opened),
+          mock.patch.object(torch, "_assert_async", asserted)):
         yield
 
 
@@ -244,6 +249,38 @@ def test_a_module_that_was_not_moved_to_the_gpu_is_refused():
         assert "cannot compute on cpu. Expected: a process group for cpu. Got: one for" in text
 
 
+def has_no_parameters():
+    """The device of a layer without parameters, with a process group for GPUs alone"""
+    with (Accelerator(), mock.patch.object(dist, "get_backend_config", lambda _: "cuda:nccl"),
+          mock.patch.object(torch.accelerator, "current_accelerator",
+                            lambda: torch.device("cuda"))):
+        return str(Zero3Layer(nn.Tanh()).device)
+
+
+def test_a_layer_without_parameters_is_where_its_group_can_send():
+    """
+    To move it to the GPU changes nothing.
+    Proves `check_params`.
+    """
+    assert run(has_no_parameters, 2) == ["cuda:0", "cuda:0"]
+
+
+def has_a_long_name():
+    """What a layer with a long name asserts, of transfers that are the same on all ranks"""
+    layer = Zero3Layer(type("Long" * 99, (nn.Linear,), {})(2, 2))
+    with collectives():
+        layer.comm.by_messages = False
+        return layer(torch.ones(1, 2)).shape
+
+
+def test_a_long_name_is_cut_for_the_gpu():
+    """
+    A GPU refuses to assert with 255 characters, so no layer would ever arrive.
+    Proves `diverged`.
+    """
+    assert run(has_a_long_name, 2) == [(1, 2)] * 2
+
+
 def draws_on_the_gpu():
     """Split ranks with the same random numbers on the CPU, and other ones on their GPUs"""
     (group,) = groups_of(init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
@@ -394,9 +431,26 @@ def test_another_default_device_changes_nothing(tmp_path):
         assert len(here) == 18 and all(map(torch.equal, here, there))
 
 
-def train_on_gpus():
+def train_on_one_gpu(store):
+    """The same on ranks that share one GPU; without one, the CPU"""
+    with collectives():
+        return train_on_gpus(one_gpu.join(store))
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_all_cases_train_on_ranks_that_share_a_gpu(where, tmp_path):
+    """
+    The numbers of plain PyTorch, over a group that behaves as NCCL's.
+    Proves I1, I8, I9, `Communicator`.
+    """
+    for worst in launch.run(train_on_one_gpu, 2, f"{tmp_path}/store", device="cpu", timeout_s=300):
+        for (name, *how), difference in worst.items():
+            assert difference <= (1e-5 if name == "DataTypes" else 1e-9), (name, how, difference)
+
+
+def train_on_gpus(device=None):
     """All cases, with NCCL"""
-    torch.set_default_device(launch.my_device())
+    torch.set_default_device(device or launch.my_device())
     worst = {}
     for name in cases.CASES:
         for tier in ("device", "cpu"):

@@ -61,7 +61,11 @@ def check_params(comm: Sharers,
     All ranks must call it. Returns the device that the parameters are on, and a number below 2 to
     the 31 that the first rank has drawn. Raises `RuntimeError`.
     """
-    at = torch.device(device or next((p.device for p in params), "cpu"))
+    several = comm.world_size > 1
+    backends = str(dist.get_backend_config(comm.group.process_group)) if several else "cpu:"
+    # A layer without parameters computes where its group can send.
+    home = "cpu" if "cpu:" in backends else torch.accelerator.current_accelerator() or "cpu"
+    at = torch.device(device or next((p.device for p in params), home))
     for p, (name, *_) in params.items():
         what = f"rank {comm.global_rank}: {who} cannot shard `{name}`"
         expect(type(p) is nn.Parameter and not p.is_meta, what, "a Parameter with values",
@@ -73,8 +77,7 @@ def check_params(comm: Sharers,
         at = p.device
     if at.type != "cpu":
         at = check_device(comm, who, at)
-    if comm.world_size > 1:
-        backends = str(dist.get_backend_config(comm.group.process_group))
+    if several:
         what = f"rank {comm.global_rank}: {who} cannot compute on {at}"
         expect(f"{at.type}:" in backends, what,
                f"a process group for {at.type}", f"one for {backends}",
