@@ -172,9 +172,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
     other names.
     """
     groups = optimizer.param_groups
-    layer = _layer([p.grad for group in groups for p in group["params"]])
     # `Zero3Optimizer` knows the parameters of each shard.
-    if layer is None or hasattr(optimizer, "shard_states"):
+    layer = None if hasattr(optimizer, "shard_states") else _layer(
+        [p.grad for group in groups for p in group["params"]])
+    if layer is None:
         return
     name = type(optimizer).__name__
     layer.expect(all(group["params"] for group in groups), "cannot be stepped in such groups",
