@@ -28,6 +28,7 @@ from zero3.comm.mesh import groups_of
 from zero3.compiler.model import compile
 from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import predict_optimizer
+from zero3.guards.placement import check_params
 from zero3.in_flight import in_flight
 from zero3.inject.line import Line
 from zero3.train import launch
@@ -233,10 +234,14 @@ def test_a_layer_is_on_the_device_that_its_rank_uses(device, current, expected):
 
 
 def forgets_to_move():
-    """A module that is still on the CPU, with a process group for GPUs"""
+    """A module that is still on the CPU, or its buffer, with a process group for GPUs"""
     with mock.patch.object(dist, "get_backend_config", lambda _: "cuda:nccl"):
         with pytest.raises(RuntimeError) as error:
             Zero3Layer(nn.Linear(4, 4))
+        with Accelerator(), pytest.raises(RuntimeError, match="send its buffer `mean` from cpu"):
+            layer = Zero3Layer(nn.Linear(4, 4))
+            buffers = {"mean": mock.Mock(device=torch.device("cpu"))}
+            check_params(layer.comm, layer.label, {}, buffers, layer.device, None)
     return str(error.value)
 
 
@@ -362,10 +367,12 @@ def test_pinned_memory_is_as_large_as_what_is_in_it():
         other = Zero3Layer(nn.Linear(10, 10), offload=Offload("cpu"))
         device.cudaHostRegister = registered
         assert len(device.pages) == 1 and other.get_trainable_chunk()[0].is_pinned()
+        at = layer.device
         del shard, layer
-        # A layer refers to itself.
-        gc.collect()
-        assert not device.pages
+        with mock.patch.object(device, "device", side_effect=device.device) as chosen:
+            # A layer refers to itself.
+            gc.collect()
+        assert not device.pages and chosen.call_args_list == [mock.call(at)]
 
 
 def test_full_params_takes_the_memory_of_a_layer_once():

@@ -62,11 +62,13 @@ def clip_grad_norm_(model: nn.Module,
         line.connect(model)
     layers: list[Any] = [m for m in model.modules() if is_sharded(m)]
     flats = [flat for layer in layers for flat in layer.flats if flat.shard.requires_grad]
-    # A stage of a pipeline may have only frozen layers.
-    some = bool(layers) and any(layers[0].comm.stages.gather(bool(flats)))
+    # A stage of a pipeline may have only frozen layers. Layers with parameters know who has other
+    # parts.
+    sharded = [layer for layer in layers if layer.flats] or layers
+    some = bool(sharded) and any(sharded[0].comm.stages.gather(bool(flats)))
     expect(some, "clip_grad_norm_: no shards", "a model with a trainable Zero3Layer",
            type(model).__name__, "wrap it first", RuntimeError)
-    first = layers[0]
+    first = sharded[0]
     _check_clip(model, first, flats, norm_type)
     grads = {flat: plain_part(grad) for flat in flats
              if (grad := flat.shard.grad) is not None and len(grad)}

@@ -870,7 +870,9 @@ def of_two_chains():
     plain = [FeedForward(WIDTH, 12, 0.0) for _ in range(2)]
     layers = [Zero3Layer(inject(copy.deepcopy(each), [policies.tensor_parallel(mesh["tensor"])]),
                          mesh=mesh["shard"]) for each in plain]
-    chains = [Zero3Sequential(layers[:count]) for count in (1, 2)]
+    # A layer without parameters knows of no other parts.
+    chains = [Zero3Sequential([Zero3Layer(nn.Identity(), mesh=mesh["shard"]), *layers[:count]])
+              for count in (1, 2)]
     norms = []
     for count, chain in enumerate(chains, 1):
         other = nn.Sequential(*plain[:count])

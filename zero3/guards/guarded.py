@@ -101,6 +101,7 @@ class Sharers(Protocol):
     world_size: int
     ranks: tuple[int, ...]
     group: Any
+    groups: tuple[Any, ...]
     links: Any
     by_messages: bool
     labels: dict[int, str]

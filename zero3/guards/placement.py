@@ -61,8 +61,8 @@ def check_params(comm: Sharers,
     All ranks must call it. Returns the device that the parameters are on, and a number below 2 to
     the 31 that the first rank has drawn. Raises `RuntimeError`.
     """
-    several = comm.world_size > 1
-    backends = str(dist.get_backend_config(comm.group.process_group)) if several else "cpu:"
+    group = next((group for group in comm.groups if group.size > 1), None)
+    backends = str(dist.get_backend_config(group.process_group)) if group else "cpu:"
     # A layer without parameters computes where its group can send.
     home = "cpu" if "cpu:" in backends else torch.accelerator.current_accelerator() or "cpu"
     at = torch.device(device or next((p.device for p in params), home))
@@ -77,12 +77,16 @@ def check_params(comm: Sharers,
         at = p.device
     if at.type != "cpu":
         at = check_device(comm, who, at)
-    if several:
+    if group:
         what = f"rank {comm.global_rank}: {who} cannot compute on {at}"
         expect(f"{at.type}:" in backends, what,
                f"a process group for {at.type}", f"one for {backends}",
                "move the module to a device of that group, or call `init_process_group` without a "
                "backend", RuntimeError)
+    for name, buffer in buffers.items():
+        expect(buffer is None or buffer.device.type != "cpu" or "cpu:" in backends,
+               f"rank {comm.global_rank}: {who} cannot send its buffer `{name}` from cpu",
+               f"a buffer on {at}", "one on cpu", "move the module there first", RuntimeError)
     return at, compare_params(comm, who, params, buffers)
 
 

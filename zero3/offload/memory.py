@@ -39,14 +39,16 @@ class _Pages(mmap.mmap):
     ## Memory pages that an accelerator may read and write by itself
     """
 
-    registered: Any = None  # the device's module, and the address
+    registered: Any = None  # the device's module, the device, and the address
 
     def __del__(self) -> None:
         if self.registered is not None and not sys.is_finalizing():
-            backend, address = self.registered
-            # A copy may still be in flight.
-            backend.synchronize()
-            backend.cudart().cudaHostUnregister(address)
+            backend, device, address = self.registered
+            # It may be collected in a thread that has chosen no device.
+            with backend.device(device):
+                # A copy may still be in flight.
+                backend.synchronize()
+                backend.cudart().cudaHostUnregister(address)
 
 
 def pinned(device: torch.device, nbytes: int) -> torch.Tensor:
@@ -64,6 +66,6 @@ def pinned(device: torch.device, nbytes: int) -> torch.Tensor:
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         address = memory.data_ptr()
         if int(backend.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
-            pages.registered = backend, address
+            pages.registered = backend, device, address
             return memory
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")
