@@ -150,7 +150,7 @@ def test_ranks_that_diverge_over_collectives_get_an_error_and_not_noise():
     """
     for rank, (layers, fault) in enumerate(run(diverge, 2)):
         assert f"rank {rank}: layer {rank} (Linear): the ranks diverged" in layers
-        assert "a gather of this layer on all ranks" in layers and "names both sides" in layers
+        assert "a gather of this layer on all ranks" in layers and "CPU, which names both" in layers
         assert ("has a fault" if rank == 0 else "the ranks diverged") in fault
 
 

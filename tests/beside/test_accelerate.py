@@ -356,10 +356,9 @@ def test_the_table_links_to_lines_that_say_so():
 
     import accelerate
 
-    said = {1674: "_prepare_fsdp2", 2450: "ds_initialize", 1523: "Only one model", 1490: "multiple",
-            3022: "_clip_grad_norm_dtensor_aware", 3026: "get_global_grad_norm",
+    said = {1674: "_prepare_fsdp2", 2450: "ds_initialize",
             1167: "set_requires_gradient_sync(False)", 1175: "zero_stage < 2", 779: "mp_policy",
-            1427: "bf16", 4100: "get_model_state_dict", 4083: "_zero3_consolidated"}
+            1427: "bf16"}
     links = re.findall(r"accelerate/blob/v([\d.]+)/src/accelerate/([\w/.]+)#L(\d+)", PAGE)
     assert {int(line) for _, _, line in links} == {*said}
     home = Path(inspect.getfile(accelerate)).parent
