@@ -3,8 +3,8 @@
 
 NCCL refuses two ranks on one GPU. Here a thread of each rank copies what a collective sends to CPU
 memory, sends it by gloo, and copies the answer back on a stream of its own, often late. As with
-NCCL, a wait stops the current stream, tensors have to be contiguous and on the GPU, and tags mean
-nothing. Without a GPU the same lines run on the CPU.
+NCCL, a wait stops the current stream, and tensors have to be contiguous and on the GPU. Without a
+GPU the same lines run on the CPU.
 """
 
 import queue
@@ -92,7 +92,7 @@ class Line:
 
 
 class OneGpu(dist.ProcessGroup):
-    """The collectives and messages that the package and torch's object collectives use"""
+    """The collectives that chains use, and torch's object collectives"""
 
     Options = getattr(getattr(distributed_c10d, "ProcessGroupNCCL", None), "Options", None)
     supports_splitting = supports_coalescing = False
@@ -105,7 +105,7 @@ class OneGpu(dist.ProcessGroup):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size,
                                           timedelta(seconds=60))
-        self.line, self.lines, self.counts = Line(self.device), {}, {}
+        self.line = Line(self.device)
 
     def _get_backend(self, device):
         return self
@@ -146,8 +146,8 @@ class OneGpu(dist.ProcessGroup):
         return self.line.begin(lambda: self.put(out, sum(
             row.view(self.size(), -1)[self.rank()] for row in self.rows(whole))), out, whole)
 
-    def reduce_scatter(self, outs, parts, opts):
-        return self._reduce_scatter_base(outs[0], torch.cat(parts[0]), opts)
+    # torch 2.13 calls these two by new names.
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
     def allreduce(self, tensors, opts):
         how = torch.amax if opts.reduceOp == dist.ReduceOp.MAX else torch.sum
@@ -157,11 +157,6 @@ class OneGpu(dist.ProcessGroup):
     def broadcast(self, tensors, opts):
         return self.line.begin(lambda: self.put(
             tensors[0], self.rows(tensors[0])[opts.rootRank]), *tensors)
-
-    def alltoall_base(self, out, mine, out_sizes, in_sizes, opts=None):
-        assert not out_sizes and not in_sizes
-        return self.line.begin(lambda: self.put(out, torch.cat(
-            [row.view(self.size(), -1)[self.rank()] for row in self.rows(mine)])), out, mine)
 
     def scatter(self, outs, parts, opts):
         def go():
@@ -173,28 +168,3 @@ class OneGpu(dist.ProcessGroup):
 
     def barrier(self, opts=None):
         return self.line.begin(lambda: self.gloo.barrier().wait())
-
-    # Messages between two ranks arrive in the order of their calls.
-
-    def send(self, tensors, to, tag=0):
-        return self.message(("to", to), tensors[0], lambda tensor, n: self.gloo.send(
-            [tensor.detach().to("cpu", copy=True)], to, n).wait())
-
-    def recv(self, tensors, of, tag=0):
-        def go(tensor, n):
-            got = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self.gloo.recv([got], of, n).wait()
-            self.put(tensor, got)
-        return self.message(("of", of), tensors[0], go)
-
-    def message(self, key, tensor, go):
-        line = self.lines.setdefault(key, None) or Line(self.device)
-        self.lines[key] = line
-        n = self.counts[key] = self.counts.get(key, 0) + 1
-        return line.begin(lambda: go(tensor, n), tensor)
-
-
-for new, old in (("all_gather_single", "_allgather_base"), ("all_to_all_single", "alltoall_base"),
-                 ("reduce_scatter_single", "_reduce_scatter_base")):
-    # torch 2.13 calls them by new names.
-    setattr(OneGpu, new, getattr(OneGpu, old))

@@ -45,12 +45,11 @@ ones gain little on a CPU.
 **Run this**: `make bench ARGS="--compile"` measures it beside hooks, and beside `fully_shard` with
 `torch.compile`.
 
-**Not covered, and what that costs**: `persist_below_numel` of `wrap`. It needs torch 2.12: with
-2.11 some models would train wrongly. If backward never comes, layers that stayed full wait for the
-next forward pass to free them. Layers that `compress` has changed run with hooks. A model that
-returns one of its weights raises an error when the result is used. A
-`register_post_accumulate_grad_hook` of a parameter is an error, and so is a `register_hook` if the
-gradient comes from several graphs.
+**Not covered, and what that costs**: `persist_below_numel` of `wrap`; and torch 2.11, with which
+some models would train wrongly. If backward never comes, layers that stayed full wait for the next
+forward pass to free them. Layers that `compress` has changed run with hooks. A model that returns
+one of its weights raises an error when the result is used. A `register_post_accumulate_grad_hook`
+of a parameter is an error, and so is a `register_hook` if the gradient comes from several graphs.
 """
 
 import warnings
