@@ -294,8 +294,8 @@ if seen:
 # is one sharded layer, forward and backward:
 
 # %%
-side = 512
-shard_bytes = -(-(side**2) // N) * 4
+side = 512 // (2 * N) * (2 * N)  # each rank's part is a multiple of 16 bytes
+shard_bytes = side**2 // N * 4
 steps = run("worker_02:layer_step", N, side)
 for rank, (_, events, total, order_bytes) in enumerate(steps):
     print(f"rank {rank}: " + ", ".join(f"{event} {nbytes:,} bytes" for event, nbytes in events))

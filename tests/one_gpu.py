@@ -3,8 +3,8 @@
 
 NCCL refuses two ranks on one GPU. Here a thread of each rank copies what a collective sends to CPU
 memory, sends it by gloo, and copies the answer back on a stream of its own, often late. As with
-NCCL, a wait stops the current stream, and tensors have to be contiguous and on the GPU. Without a
-GPU the same lines run on the CPU.
+NCCL, a wait stops the current stream, and tensors have to be contiguous, on the GPU, and of a data
+type that NCCL knows. Without a GPU the same lines run on the CPU.
 """
 
 import queue
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 LATE = random.Random(0)
+UNKNOWN = {torch.int16, torch.uint16, torch.uint32, torch.complex64, torch.complex128}
 
 
 def join(store):
@@ -65,6 +66,7 @@ class Line:
 
     def begin(self, does, *tensors):
         assert all(t.is_contiguous() and t.device.type == self.device for t in tensors)
+        assert UNKNOWN.isdisjoint(t.dtype for t in tensors)
         work, event = Work(tensors), None
         if self.device == "cuda":
             event = torch.cuda.Event()

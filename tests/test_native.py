@@ -25,10 +25,10 @@ from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, sa
 from zero3.comm import collectives as wires
 from zero3.comm.collectives import Communicator, streams
 from zero3.comm.mesh import groups_of
+from zero3.comm.order import Group
 from zero3.compiler.model import compile
 from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import predict_optimizer
-from zero3.guards.placement import check_params
 from zero3.in_flight import in_flight
 from zero3.inject.line import Line
 from zero3.train import launch
@@ -233,15 +233,16 @@ def test_a_layer_is_on_the_device_that_its_rank_uses(device, current, expected):
         assert streams(layers[0].device)[1] is layers[1].comm.backup_stream
 
 
+def for_gpus_alone():
+    """As if the process group were NCCL's"""
+    gpu = torch.device("cuda")
+    return mock.patch.object(Group, "place_of", lambda group, at: at if at.type == "cuda" else gpu)
+
+
 def forgets_to_move():
-    """A module that is still on the CPU, or its buffer, with a process group for GPUs"""
-    with mock.patch.object(dist, "get_backend_config", lambda _: "cuda:nccl"):
-        with pytest.raises(RuntimeError) as error:
-            Zero3Layer(nn.Linear(4, 4))
-        with Accelerator(), pytest.raises(RuntimeError, match="send its buffer `mean` from cpu"):
-            layer = Zero3Layer(nn.Linear(4, 4))
-            buffers = {"mean": mock.Mock(device=torch.device("cpu"))}
-            check_params(layer.comm, layer.label, {}, buffers, layer.device, None)
+    """A module that is still on the CPU, with a process group for GPUs"""
+    with for_gpus_alone(), pytest.raises(RuntimeError) as error:
+        Zero3Layer(nn.Linear(4, 4))
     return str(error.value)
 
 
@@ -256,9 +257,7 @@ def test_a_module_that_was_not_moved_to_the_gpu_is_refused():
 
 def has_no_parameters():
     """The device of a layer without parameters, with a process group for GPUs alone"""
-    with (Accelerator(), mock.patch.object(dist, "get_backend_config", lambda _: "cuda:nccl"),
-          mock.patch.object(torch.accelerator, "current_accelerator",
-                            lambda: torch.device("cuda"))):
+    with Accelerator(), for_gpus_alone():
         return str(Zero3Layer(nn.Tanh()).device)
 
 
@@ -438,10 +437,33 @@ def test_another_default_device_changes_nothing(tmp_path):
         assert len(here) == 18 and all(map(torch.equal, here, there))
 
 
+class Unusual(nn.Module):
+    """Data types that NCCL does not know, and a buffer in a place from which it does not send"""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.tensor([7, 10, 13], dtype=torch.int16), requires_grad=False)
+        self.phase = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 2 + 0j]))
+        self.register_buffer("seen", torch.tensor([dist.get_rank() + 1], device="cpu"))
+
+    def forward(self, factor):
+        return (self.table * self.phase).real.sum() * factor
+
+
 def train_on_one_gpu(store):
     """The same on ranks that share one GPU; without one, the CPU"""
     with collectives():
-        return train_on_gpus(one_gpu.join(store))
+        worst = train_on_gpus(one_gpu.join(store))
+        layer = Zero3Layer(Unusual())
+        layer(1 + dist.get_rank()).backward()
+        torch.optim.SGD(layer.parameters(), lr=1).step()
+        with layer.full_params() as params:
+            # The mean of the factors is 1.5.
+            assert params["phase"].tolist() == [1 - 10.5 + 2j, 3 - 15 - 1j, 2 - 19.5]
+            assert params["table"].tolist() == [7, 10, 13]
+        seen = layer.module.seen
+        assert seen.tolist() == [1] and seen.device.type == "cpu"
+        return worst
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -280,19 +280,18 @@ class Communicator(Peers):
         if group.size == 1 or not send.numel():
             return
         handle = group.process_group
-        if not self.by_messages:
-            with transfer.starting(receive, send) as works:
-                works.append(collective(receive.view(-1), send.reshape(-1), group=handle,
-                                        async_op=True))
-            return
-        rows = send.expand(group.size, -1)
-        tag = transfer.tag() if tag is None else tag
-        peers = [(group.rank + k) % group.size for k in range(1, group.size)]
-        for peer in peers:
-            with transfer.starting(receive) as works:
+        with transfer.starting(receive, send) as works:
+            if not self.by_messages:
+                moves = collective in (all_gather_single, all_to_all_single)
+                parts = map(bytes_of if moves else reals_of, (receive, send))
+                works.append(collective(*parts, group=handle, async_op=True))
+                return
+            rows = send.expand(group.size, -1)
+            tag = transfer.tag() if tag is None else tag
+            peers = [(group.rank + k) % group.size for k in range(1, group.size)]
+            for peer in peers:
                 works.append(dist.irecv(receive[peer], group=handle, tag=tag, group_src=peer))
-        for peer in peers:
-            with transfer.starting(send) as works:
+            for peer in peers:
                 works.append(dist.isend(rows[peer], group=handle, tag=tag, group_dst=peer))
 
     # ------------------------------------------------------------------------- streams and layout
@@ -512,14 +511,14 @@ class Communicator(Peers):
             for group in groups or self.groups:
                 if tensor is None or group.size == 1 or not tensor.numel():
                     continue
-                whole = tensor.detach()
+                whole = tensor.detach().to(group.place_of(tensor.device))
                 if tensor.layout == torch.strided:
                     # Here, because `bytes_of` would receive into a copy of a conjugated tensor.
                     whole = whole.resolve_conj().contiguous()
                     group.together("values", dist.broadcast, bytes_of(whole), group_src=source)
                 else:
                     # A sparse tensor's number of elements may differ between ranks.
-                    parts = [whole]
+                    parts = [whole.cpu()]
                     group.together("values", dist.broadcast_object_list, parts, group_src=source)
                     whole = parts[0]
                 # The source has the values already, and a copy would count as a write.
@@ -779,8 +778,18 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     #### The bytes of a tensor, `(nbytes,)`: its own memory, if it is contiguous, not conjugated
 
-    gloo's collectives do not know every data type, but they know bytes. The stride is written out,
-    because torch also calls a tensor of one element contiguous whose stride is 0.
+    Neither gloo's nor NCCL's collectives know every data type, but they know bytes. The stride is
+    written out, because torch also calls a tensor of one element contiguous whose stride is 0.
     """
     flat = tensor.detach().resolve_conj().contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def reals_of(tensor: torch.Tensor) -> torch.Tensor:
+    """
+    #### The numbers of a tensor in a row, as `bytes_of` has its bytes: two for each complex one
+
+    NCCL adds real numbers only.
+    """
+    flat = tensor.detach().resolve_conj().contiguous()
+    return (torch.view_as_real(flat) if flat.is_complex() else flat).view(-1)

@@ -109,6 +109,16 @@ class Group:
         following = self.ranks[(self.rank + 1) % self.size]
         return node_of(following) != node_of(self.global_rank)
 
+    def place_of(self, device: torch.device) -> torch.device:
+        """
+        ### Where a tensor of a device has to be when it is sent: there, or on another kind
+
+        NCCL alone sends nothing from CPU memory.
+        """
+        group: Any = self.process_group or dist.group.WORLD
+        kinds = {each.type for each in group._device_types}
+        return device if device.type in kinds else torch.device(min(kinds))
+
     def together(self, what: str, collective: Callable, *args: Any, **kwargs: Any) -> None:
         """
         ### Call a blocking collective of torch's, and explain the error if another rank does not

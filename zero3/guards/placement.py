@@ -62,9 +62,9 @@ def check_params(comm: Sharers,
     the 31 that the first rank has drawn. Raises `RuntimeError`.
     """
     group = next((group for group in comm.groups if group.size > 1), None)
-    backends = str(dist.get_backend_config(group.process_group)) if group else "cpu:"
+    home = torch.device("cpu")
     # A layer without parameters computes where its group can send.
-    home = "cpu" if "cpu:" in backends else torch.accelerator.current_accelerator() or "cpu"
+    home = group.place_of(home) if group else home
     at = torch.device(device or next((p.device for p in params), home))
     for p, (name, *_) in params.items():
         what = f"rank {comm.global_rank}: {who} cannot shard `{name}`"
@@ -78,15 +78,11 @@ def check_params(comm: Sharers,
     if at.type != "cpu":
         at = check_device(comm, who, at)
     if group:
-        what = f"rank {comm.global_rank}: {who} cannot compute on {at}"
-        expect(f"{at.type}:" in backends, what,
-               f"a process group for {at.type}", f"one for {backends}",
+        expect(group.place_of(at) == at, f"rank {comm.global_rank}: {who} cannot compute on {at}",
+               f"a process group for {at.type}",
+               f"one for {dist.get_backend_config(group.process_group)}",
                "move the module to a device of that group, or call `init_process_group` without a "
                "backend", RuntimeError)
-    for name, buffer in buffers.items():
-        expect(buffer is None or buffer.device.type != "cpu" or "cpu:" in backends,
-               f"rank {comm.global_rank}: {who} cannot send its buffer `{name}` from cpu",
-               f"a buffer on {at}", "one on cpu", "move the module there first", RuntimeError)
     return at, compare_params(comm, who, params, buffers)
 
 
@@ -193,7 +189,7 @@ def check_device(comm: Sharers,
     expect(at == current, what, f"the current device, {current}", at,
            f"call `torch.{at.type}.set_device({at.index})` on this rank before "
            "`init_process_group`, or move the module", RuntimeError)
-    if comm.world_size == 1:
+    if all(group.size == 1 for group in comm.groups):
         return at
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     expect(bound in (None, at), what, f"{bound}, which the process group has", at,

@@ -41,6 +41,7 @@ from zero3.comm.collectives import (
     all_gather_single,
     all_to_all_single,
     bytes_of,
+    reals_of,
     reduce_scatter_single,
 )
 from zero3.comm.order import Counted, Group
@@ -111,7 +112,7 @@ class Line:
         if self.size == 1:
             return found.copy_(x)
         self.group.together("activations", all_gather_single,
-                            found.view(-1), x.reshape(-1))
+                            bytes_of(found), bytes_of(x))
         self._count("gather", found.nbytes, (self.size - 1) * x.nbytes)
         return found
 
@@ -164,7 +165,8 @@ class Line:
             total = found.sum(0)
         else:
             total = torch.empty_like(rows[0])
-            self.group.together("parts of a sum", reduce_scatter_single, total, rows)
+            self.group.together("parts of a sum", reduce_scatter_single,
+                                reals_of(total), reals_of(rows))
         self._count("reduce", rows.nbytes, (self.size - 1) * total.nbytes)
         return total
 

@@ -185,7 +185,7 @@ class Channels:
         gradients = action.is_gradient
         asked = self._coming.pop((source, gradients), None)
         row, work = asked or self._ask_row(source, gradients)
-        self._wait(work)
+        self._wait(work, row)
         kind, stage, micro_batch, length = row.tolist()
         where = f"rank {self.line.global_rank}: {action.kind}, {action.where}"
         expect(kind != _FAULT, f"{where}: another rank has failed", "its tensors", "none",
@@ -197,7 +197,7 @@ class Channels:
                RuntimeError)
         if length:
             told = torch.empty(length, dtype=torch.uint8, device="cpu")
-            self._wait(self._ask(told, source, self.control, gradients))
+            self._wait(self._ask(told, source, self.control, gradients), told)
             self._descriptions[action[:2]] = told.numpy().tobytes()
         self._coming[source, gradients] = self._ask_row(source, gradients)
 
@@ -207,7 +207,7 @@ class Channels:
                                 device=self.device)
             if found.numel():
                 way = self.data[gradients, source < self.line.rank]
-                self._wait(self._ask(found, source, way, gradients))
+                self._wait(self._ask(found, source, way, gradients), found)
             return found.requires_grad_(like.requires_grad)
 
         description = pickle.loads(self._descriptions[action[:2]])
@@ -244,7 +244,7 @@ class Channels:
         ### Wait until everything that was sent has been received
         """
         while self._leaving:
-            self._wait(self._leaving.popleft()[0])
+            self._wait(*self._leaving.popleft())
 
     def _isend(self, tensor: torch.Tensor,
                to: int,
@@ -279,12 +279,18 @@ class Channels:
             return dist.irecv(  # type: ignore[return-value]
                 buffer, self.line.ranks[source], group.process_group, tag=int(gradients))
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
         """
         #### Wait until a message has been received, or its time is over
+
+        For a message of NCCL's the current stream waits, and NCCL looks at the time. With a limit
+        the host would wait too.
         """
         with self._explained():
-            work.wait(self.control.timeout)
+            if tensor.device.type == "cpu":
+                work.wait(self.control.timeout)
+            else:
+                work.wait()
 
     def _described(self, leaf: object) -> object:
         """
