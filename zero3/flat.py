@@ -18,7 +18,7 @@ harmless, because an elementwise optimizer does not ask which parameter an eleme
 collective serves the whole layer, however many parameters it has. Each rank copies its own shard
 into the buffer, and the other shards arrive there directly:
 
-$$\text{all-gathers per unshard} = 1 \qquad
+$$\text{all-gathers of data} = 1 \qquad
 \text{elements copied} = \left\lceil \frac{P_\ell}{N} \right\rceil$$
 
 **Freeing a buffer that has views.** Freeing resizes the buffer's storage to zero bytes. The

@@ -29,8 +29,7 @@ from zero3.guards.moments import attributes, is_sharded
 from zero3.guards.options import expect
 from zero3.guards.shard_gradients import GradientElsewhere, plain_part
 
-# Elements whose squares fp32 adds up at once (see `norm_of`): 4,096 bytes of fp32, a block of a
-# disk.
+# Elements whose powers are added up in fp32 (see `norm_of`): 4,096 bytes, a block of a disk.
 BLOCK_NUMEL = 1 << 10
 # Blocks that the CPU widens at a time, so that the copies stay in its cache.
 _WIDENED_BLOCKS = 1 << 10
@@ -49,8 +48,8 @@ def clip_grad_norm_(model: nn.Module,
 
     Call this between backward and the optimizer's step, in place of
     `torch.nn.utils.clip_grad_norm_`. All ranks must call it: it all-gathers 8 bytes for each
-    trainable shard, and over the stages of a pipeline, or the ranks that split weights, a flag and
-    8 bytes. Returns the norm before clipping, in fp64 and with the same bits on all ranks.
+    trainable shard. The stages of a pipeline, or the ranks that split weights, all-gather a flag
+    and 8 bytes. Returns the norm before clipping, in fp64 and with the same bits on all ranks.
 
     Raises `RuntimeError` if parameters are not sharded, or not all over the same ranks, and if
     `norm_type` is not positive. Also if a gradient is scaled, held back by `no_sync()`, or not in

@@ -75,8 +75,8 @@ class Zero3Layer(Sharded):
     ## Zero3 layer
 
     Wrap each layer of a model in one, and call it as you would call the layer. In a training step
-    its states are those at the head of `Zero3Layer` in `minimal.py`, on an accelerator without
-    the receive buffer. Backward also waits for the gradients of inputs.
+    it has the states of the table in `minimal.py`. On the CPU the freed flat parameter is the
+    receive buffer, and an accelerator needs none. Backward also waits for the gradients of inputs.
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
@@ -168,9 +168,9 @@ class Zero3Layer(Sharded):
         padding: each parameter and each shard begins at a multiple of 16 bytes, because matrix
         products, copies and NCCL are slow otherwise.
 
-        The padding is zero and stays zero, because its gradient is zero too (`begin_grad`).
-        Uninitialised, it could hold a NaN. Then the norm of all gradients would be NaN, and
-        clipping by it would destroy every gradient of the model.
+        The padding is zero and stays zero, because its gradient is zero too (`begin_grad`). If that
+        gradient held a NaN, the norm of all gradients would be NaN, and clipping by it would
+        destroy every gradient of the model.
         """
         dtype = params[0].dtype
         pieces = []
@@ -220,8 +220,8 @@ class Zero3Layer(Sharded):
         r"""
         ### Unshard (all-gather)
 
-        Start the all-gather and return at once, so that it overlaps the computation of another
-        layer. `_wait_params` waits for it. All ranks must call this. A rank sends its shard to each
+        Start the all-gather and do not wait for it, so that it overlaps the computation of another
+        layer. `_wait_params` waits. All ranks must call this. A rank sends its shard to each
         other rank, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
         # A prefetch may have started it already.
@@ -354,7 +354,7 @@ class Zero3Layer(Sharded):
         Unshard again, and prefetch the layer that backward reaches next.
         """
         self.guard.before_backward(call.versions, call.is_elsewhere)
-        # From now on the end of backward frees it, and not the end of a newer graph.
+        # From now on the end of backward frees it, whichever graph is dropped.
         self.kept_for = None
         self._settle_at_end_of_backward()
         if self.watch.enter(call):
@@ -381,7 +381,7 @@ class Zero3Layer(Sharded):
         param.grad = None
         self.guard.before_grad(grad, slot.names[0])
         self._settle_at_end_of_backward()
-        # A layer that has stayed full may still send this flat gradient.
+        # If the layer was full, `fetch_params` has not ended its reduce.
         self.reducer.finish(self)
         if flat.grad is None:
             # (world_size * shard_numel,), device, of the data type that is reduced.
@@ -408,8 +408,8 @@ class Zero3Layer(Sharded):
         """
         ### Whether backward no longer needs the full parameters
 
-        `watch.py` says why both are needed. If a layer is freed too early, backward cannot read it.
-        If too late, it takes memory while the previous layer computes.
+        `watch.py` says why inputs count too. If a layer is freed too early, backward cannot read
+        it. If too late, it takes memory while the previous layer computes.
         """
         trainable = sum(len(flat.slots) for flat in self.flats if flat.trains)
         return self.watch.inputs_left == 0 and len(self.watch.arrived) == trainable
@@ -421,11 +421,11 @@ class Zero3Layer(Sharded):
         r"""
         #### Reshard, and reduce-scatter the gradients
 
-        Start the reduce-scatter and return, so that it overlaps the backward pass of the previous
-        layer. All ranks must call this. A rank sends the other ranks' parts of the flat
-        gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
+        End the reduce before it, start this one and return, so that it overlaps the backward pass
+        of the previous layer. All ranks must call this. A rank sends the other ranks' parts of the
+        flat gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
-        # The guard would see a write in parameters that are still arriving.
+        # Until they are opened, the guard would take the higher count of parameters for a write.
         self._wait_params()
         self.guard.after_backward()
         self._release()
@@ -437,7 +437,7 @@ class Zero3Layer(Sharded):
         if pairs and self.reducer.make_way(self, pairs):
             self.reducer.started([self], self.comm.reduce_scatter([self], pairs))
         if self.layer_idx == ALONE:
-            # It is in no chain. Outside of backward nobody else would end this reduce.
+            # It is in no chain, so this reduce ends here and overlaps nothing.
             self.reducer.finish(self)
 
     def reduce(self) -> None:
@@ -603,7 +603,7 @@ class Zero3Sequential(ShardedModel):
 #
 # | not covered | what happens | instead |
 # |---|---|---|
-# | a layer that is in no chain | nothing overlaps with its all-gather | a chain, or `wrap` |
+# | a layer that is in no chain | nothing overlaps what it sends | a chain, or `wrap` |
 # | sparse gradients | an error | `sparse=False` |
 # | double backward (`create_graph=True`) | an error | inside `full_params()` |
 # | `backward(inputs=shards)` | no layer gets a gradient | freeze the others |

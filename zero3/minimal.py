@@ -5,10 +5,10 @@ r"""
 while that layer computes.
 
 In data parallel training every rank keeps the whole model, its gradients and its optimizer states.
-Yet it needs a layer's parameters only while that layer computes, and it needs optimizer states only
-for the parameters that it updates itself. So each rank keeps one *shard* of every layer. The ranks
-gather a layer just before it computes and free it right afterwards, and each rank receives the
-gradient of its own shard alone.
+Yet it needs a layer's parameters only while that layer computes. If it updates one part of them, it
+needs the optimizer states of that part alone. So each rank keeps one *shard* of every layer. The
+ranks gather a layer just before it computes and free it right afterwards, and each rank receives
+the gradient of its own shard alone.
 
 **Three weights on two ranks.** A layer with the weights 1, 2 and 3 goes through a training step
 like this. `python -m zero3.minimal` takes the step on two ranks, and prints the bold numbers:
@@ -134,7 +134,7 @@ class Zero3Layer(nn.Module):
         """
         for p, offset in zip(self.params, self.offsets, strict=False):
             # Autograd counts the writes to a saved tensor. A parameter whose `.data` was set has a
-            # count of its own, so a gather into `full` does not raise that one.
+            # count of its own, so a gather into `full` does not change it.
             p.data = self.full[offset : offset + p.numel()].view(p.shape)
         # `parameters()` must yield the shards alone, because they go to the optimizer. The modules
         # still find their parameters, as plain attributes.
@@ -161,7 +161,7 @@ class Zero3Layer(nn.Module):
         # autograd has saved the parameters, which are views of it, for backward.
         self.full.untyped_storage().resize_(self.full.nbytes)
         shard = self.file.load(self.full.device) if self.file else self.chunk.detach()
-        # Each shard arrives in its part of the flat parameter.
+        # Each shard ends in its part of the flat parameter. On the way gloo has another buffer.
         self.gather = dist.all_gather(list(self.full.chunk(self.world_size)), shard, async_op=True)
 
     def _wait_params(self) -> None:
@@ -176,8 +176,8 @@ class Zero3Layer(nn.Module):
         """
         #### Reshard (free)
 
-        Resizing the storage frees it although the parameters still view it. Nobody may send or
-        receive in it any more, so this comes after `_wait_params`.
+        Resizing the storage frees it although the parameters still view it. A gather must not write
+        to it any more, so this comes after `_wait_params`.
         """
         assert self.gather is None
         self.full.untyped_storage().resize_(0)

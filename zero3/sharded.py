@@ -144,11 +144,11 @@ class Sharded(Trained, Guarded):
         ### The full parameters, by their original names
 
         All ranks must enter and leave together. Inside, the layer may be read, called and written
-        to. Do not step or load there, because these parameters would keep their values. With
+        to. Do not step or load there: that changes the shards, and not these parameters. With
         `writeback=True` the values that rank 0 wrote are sharded at the end. If a rank raises an
         exception in such a block, nothing is written, and the other ranks raise `RuntimeError`.
         Without `writeback` written values are lost, with a warning. Afterwards the parameters are
-        freed again: `clone` the values to keep. In such a block a second one changes nothing.
+        freed again: `clone` the values to keep. A second block inside does nothing.
         """
         params = {name: slot.param for slot in self.slots() for name in slot.names}
         if self.is_full_elsewhere:

@@ -59,8 +59,8 @@ class Call:
 
     versions: tuple[int, ...]  # how often each shard had been written to
     is_elsewhere: bool  # whether it was inside `full_params`
-    # Tensors that came in and need a gradient, how often each had been written to, and during the
-    # forward pass, what has computed the tensor that it is a view of.
+    # For each input that needs a gradient: the tensor that the module got, how often it had been
+    # written to, and during the forward pass, what has computed the tensor that it is a view of.
     inputs: list[tuple[weakref.ref[torch.Tensor], int, Any]] = dataclasses.field(
         default_factory=list)
     outputs: int = 0  # tensors that went out and need a gradient
@@ -71,14 +71,14 @@ class Watch:
     ## The calls of one layer, from forward to the end of their backward
 
     The layer calls `inputs` and `outputs` around its forward, and autograd calls the two callbacks
-    in backward. If a layer is called twice before backward, each call counts its own inputs.
+    in backward. If a layer is called twice before backward, each call lists its own inputs.
     """
 
     def __init__(self, begin: Callable[..., None], event: Callable[..., None]):
         """
         ### Set the two callbacks
 
-        * `begin(call, grad)` is called when a gradient of an output of this call is there
+        * `begin(call, *grad)` is called when a gradient of an output of this call is there
         * `event()` is called when the gradient of an input is complete
         """
         self.begin = begin
@@ -110,8 +110,8 @@ class Watch:
         The module gets a view of the tensor. The view's gradient is complete once *this layer* has
         added its part. The gradient of the tensor itself also waits for all other users of the
         tensor. A tensor inside a container is not replaced, because the container belongs to the
-        caller. For such a tensor the layer stays full until all users have contributed, and for
-        a sparse or nested one too.
+        caller, nor is a sparse tensor or one of `torch.nested`. For these the layer stays full
+        until all users have contributed.
 
         * `views` has the views by the `id` of their tensors: the module may ask whether two of its
           arguments are the same
@@ -132,8 +132,8 @@ class Watch:
                     handle = tensor.register_hook(partial(self._arrives, weakref.ref(call)))
                     weakref.finalize(call, handle.remove)
                 else:
-                    # This hook keeps the call for as long as the graph. A view that somebody writes
-                    # to loses its hooks, and an output may be one.
+                    # This hook keeps the call for as long as the graph. An output's hook may not,
+                    # because a view that somebody writes to loses it.
                     tensor.register_hook(partial(self._arrives, lambda: call))
         return value
 
@@ -157,7 +157,7 @@ class Watch:
         for i, (came_in, version, node) in enumerate(call.inputs):
             view = came_in()
             if node is not None and view is not None and view._version != version:
-                # As by `nn.ReLU(inplace=True)`: the hook went with what the view was before.
+                # A write, as by `nn.ReLU(inplace=True)`, has cost the view its hook.
                 node.register_prehook(partial(self._arrives, lambda: call))
             call.inputs[i] = (came_in, version, None)
         for tensor in tensors:

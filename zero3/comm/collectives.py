@@ -11,16 +11,16 @@ and a zero of padding. Gradients are divided by the number of ranks already, so 
 |---|---|---|---|---|---|
 | gather | all-gather | 1 2 | 3 0 | 1 2 3 0 | 1 2 3 0 |
 | reduce | reduce-scatter | 1 2 3 0 | 2 0 1 0 | 3 2 | 4 0 |
-| squared norm | all-gather | 13 | 16 | 13 16 | 13 16 |
+| squared norm, to clip | all-gather | 13 | 16 | 13 16 | 13 16 |
 
 The norm of the whole gradient is then $\sqrt{13 + 16} = 5.39$ on both ranks.
 
 The first two collectives start early and are waited for late, so that they overlap computation.
 
-**Collectives and messages.** On GPUs we call NCCL's collectives. On the CPU a rank sends one
-message to each other rank by gloo, and receives one from each (`by_messages`). gloo's own
-reduce-scatter sends twice the bytes, so a step of a model with $\Psi$ parameters would send
-$4\Psi$ instead of $3\Psi$.
+**Collectives and messages.** On GPUs we call NCCL's collectives. On the CPU a rank sends its data
+to each other rank in one message of gloo's, and receives one from each (`by_messages`). gloo's own
+reduce-scatter sends twice the bytes, so a step of a model with $\Psi$ parameters would send $4\Psi$
+instead of $3\Psi$.
 
 With $N$ ranks, a rank sends its shard of a layer with $P_\ell$ elements to the $N-1$ others:
 
@@ -95,7 +95,7 @@ ALIGN_BYTES = 16
 # The tag of announcements. Data has tags from 2 up.
 _ORDER_TAG = 1
 # An announcement is four numbers of 8 bytes: layer, action, bytes, and a mark. The lower half of
-# the mark is a checksum of layers and options, the upper half the number of the model.
+# the mark is a checksum of layers, gradients and options, the upper half the number of the model.
 _ORDER_BYTES = 32
 
 
@@ -282,9 +282,7 @@ class Communicator(Peers):
         handle = group.process_group
         with transfer.starting(receive, send) as works:
             if not self.by_messages:
-                moves = collective in (all_gather_single, all_to_all_single)
-                parts = map(bytes_of if moves else reals_of, (receive, send))
-                works.append(collective(*parts, group=handle, async_op=True))
+                works.append(collective(known(receive), known(send), group=handle, async_op=True))
                 return
             rows = send.expand(group.size, -1)
             tag = transfer.tag() if tag is None else tag
@@ -343,7 +341,7 @@ class Communicator(Peers):
         It sends 32 bytes to each other rank of these groups.
 
         Raises `RuntimeError` after an earlier error, because the other ranks would take this for
-        what they still expect.
+        an older message.
         """
         if self.broken and action != "fault":
             raise RuntimeError(self.broken)
@@ -351,12 +349,11 @@ class Communicator(Peers):
         of_stages = groups == [self.stages]
         numbers = [ALONE if of_stages else sender.layer_idx for sender in senders]
         if action == "reduce":
-            # Two gradients of a layer may be as large. If each rank had another one, they would be
-            # added to each other.
+            # A layer may have two gradients of one size. If ranks sent different ones, they would
+            # be added to each other.
             self.ready = [flat.grad is None for s in senders for flat in getattr(s, "flats", ())]
         ready = self.ready if action in ("reduce", "exchange") else []
-        # The checksum tells two buckets or gradients apart that are as large. The number tells two
-        # models apart.
+        # The checksum tells two buckets or gradients of one size apart, and the number two models.
         met = 0 if action in ("fault", "save or load") or of_stages else self.met
         mark = met << 32 | zlib.crc32(f"{numbers}{ready}{options}".encode())
         row = (numbers[0], ACTIONS.index(action), sum(full.nbytes for full, _ in pairs), mark)
@@ -474,7 +471,7 @@ class Communicator(Peers):
                    f"{full.dtype} on {full.device}, as wrapped",
                    f"a shard of {shard.dtype} on {shard.device}",
                    "convert or move the module before wrapping it, not after", RuntimeError)
-        # `full_params` brings memory of its own.
+        # The buffer of `full_params` has its memory already.
         in_flight.resize(full, full.nbytes)
         return self.rows(full)
 
@@ -487,9 +484,7 @@ class Communicator(Peers):
         All ranks must call it. It waits.
         """
         part = full
-        for group in self.sharers:
-            if group.size == 1:
-                continue
+        for group in [group for group in self.sharers if group.size > 1]:
             parts = [bytes_of(each) for each in part.view(group.size, -1)]
             part = part.new_empty(len(part) // group.size)
             if len(part):
@@ -541,7 +536,7 @@ class Transfer(Counted):
     sender: Sender
     action: str  # one of `ACTIONS`
     pairs: Pairs
-    # On the fetch stream after this rank's copies, or on the backup stream after the sums.
+    # Recorded on the fetch stream after this rank's copies, or on the backup stream after the sums.
     done: torch.Event
     row: tuple[int, ...]  # what this rank has announced: layer, action, bytes, mark
     options: str  # what else has to be the same on all ranks, in words
@@ -679,7 +674,7 @@ class Transfer(Counted):
 
     def _give_up(self, problem: str) -> RuntimeError:
         """
-        #### Send nothing new, and tell this rank's other groups: the error to raise
+        #### Send nothing new, tell this rank's other groups, and return the error to raise
 
         The ranks of the transfer's own group find the problem themselves.
         """
@@ -785,11 +780,13 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
-def reals_of(tensor: torch.Tensor) -> torch.Tensor:
+def known(tensor: torch.Tensor) -> torch.Tensor:
     """
-    #### The numbers of a tensor in a row, as `bytes_of` has its bytes: two for each complex one
+    #### The elements of a tensor in a row, as numbers that NCCL knows
 
-    NCCL adds real numbers only.
+    It adds real floats alone, and a few kinds of integers are unknown to it.
     """
     flat = tensor.detach().resolve_conj().contiguous()
-    return (torch.view_as_real(flat) if flat.is_complex() else flat).view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    return flat.view(-1) if flat.is_floating_point() else bytes_of(flat)

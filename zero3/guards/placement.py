@@ -62,9 +62,8 @@ def check_params(comm: Sharers,
     the 31 that the first rank has drawn. Raises `RuntimeError`.
     """
     group = next((group for group in comm.groups if group.size > 1), None)
-    home = torch.device("cpu")
     # A layer without parameters computes where its group can send.
-    home = group.place_of(home) if group else home
+    home = group.place_of(torch.device("cpu")) if group else "cpu"
     at = torch.device(device or next((p.device for p in params), home))
     for p, (name, *_) in params.items():
         what = f"rank {comm.global_rank}: {who} cannot shard `{name}`"

@@ -41,7 +41,7 @@ from zero3.comm.collectives import (
     all_gather_single,
     all_to_all_single,
     bytes_of,
-    reals_of,
+    known,
     reduce_scatter_single,
 )
 from zero3.comm.order import Counted, Group
@@ -112,7 +112,7 @@ class Line:
         if self.size == 1:
             return found.copy_(x)
         self.group.together("activations", all_gather_single,
-                            bytes_of(found), bytes_of(x))
+                            known(found), known(x))
         self._count("gather", found.nbytes, (self.size - 1) * x.nbytes)
         return found
 
@@ -166,7 +166,7 @@ class Line:
         else:
             total = torch.empty_like(rows[0])
             self.group.together("parts of a sum", reduce_scatter_single,
-                                reals_of(total), reals_of(rows))
+                                known(total), known(rows))
         self._count("reduce", rows.nbytes, (self.size - 1) * total.nbytes)
         return total
 
