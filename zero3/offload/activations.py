@@ -320,7 +320,7 @@ class Visit:
             return None
         try:
             shelves: Any = offload.buffers_for("activations", layer, 0, Shelves)
-            return Shelf(shelves, nbytes)
+            return Shelf(shelves, shelves.take(nbytes))
         except OSError as error:
             what = ("has no room for its activations", f"{nbytes:,} bytes in {offload.folder}",
                     error, "free some space, choose a folder on a larger disk, or train with "

@@ -44,6 +44,7 @@ import concurrent.futures
 import os
 import queue
 import weakref
+from dataclasses import dataclass
 
 import torch
 
@@ -114,6 +115,7 @@ class Shelves(Buffers):
             self.blocks.put(block)
 
 
+@dataclass(eq=False)
 class Shelf:
     """
     ## A file with the copies of one call
@@ -121,18 +123,11 @@ class Shelf:
     Its copies refer to it, and with the last one it gives the file back.
     """
 
-    def __init__(self, shelves: Shelves, nbytes: int):
-        """
-        ### Take a file of `nbytes`, whole blocks
-
-        Raises `OSError` if there is none.
-        """
-        self.shelves = shelves
-        self.file = shelves.take(nbytes)
+    shelves: Shelves
+    file: File  # that `shelves` has taken for it
 
     def __del__(self) -> None:
-        if hasattr(self, "file"):
-            self.shelves.idle.append(self.file)
+        self.shelves.idle.append(self.file)
 
     def move(self, write: bool,
              memory: torch.Tensor,
