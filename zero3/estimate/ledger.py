@@ -25,6 +25,7 @@ which queues the work long before the device does it.
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,8 +145,8 @@ class Ledger(Listener):
         self._start_s = time.perf_counter()
         self.peak_live_bytes = held_bytes(self.model, self.optimizer)
         self._listen(self)
-        self._hooks = [register_optimizer_step_pre_hook(self._step_begins),
-                       register_optimizer_step_post_hook(self._step_ends)]
+        self._hooks = [register_optimizer_step_pre_hook(partial(self._count_steps, 1)),
+                       register_optimizer_step_post_hook(partial(self._count_steps, -1))]
         return self
 
     def __exit__(self, *exception) -> None:
@@ -160,12 +161,9 @@ class Ledger(Listener):
         if hasattr(self.optimizer, "listener"):
             vars(self.optimizer)["listener"] = listener
 
-    def _step_begins(self, *_) -> None:
+    def _count_steps(self, change: int, *_) -> None:
         # The optimizer inside a `Zero3Optimizer` steps, too.
-        self._steps += 1
-
-    def _step_ends(self, *_) -> None:
-        self._steps -= 1
+        self._steps += change
 
     def record(self, sender: Any, event: str, nbytes: int | None = 0,
                transfer: Counted | None = None, tier: str = "device") -> None:
