@@ -84,10 +84,7 @@ def clip_grad_norm_(model: nn.Module,
     # the ranks have other parts of the same layers, and what all of them have counts once
     # (`comm/parts.py`).
     norm = vector_norm(first.comm.over_stages(first, norm.view(1)), norm_type)
-    # torch adds the same 1e-6.
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in grads.values():
-        grad.mul_(factor.to(grad.device))
+    nn.utils.clip_grads_with_norm_([flat.shard for flat in grads], max_norm, norm)
     return norm
 
 
