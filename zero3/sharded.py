@@ -77,7 +77,6 @@ class Sharded(Trained, Guarded):
     reducer: Reducer
     listener = Listener()
     offload: StorageFactory
-    flats: list[FlatParameter]
     watch: Watch
     # `Zero3Layer` has the training step.
     fetch_params: Callable[[], None]
@@ -98,7 +97,7 @@ class Sharded(Trained, Guarded):
         super().__init__()
         self.module = module
         self.label = type(module).__name__
-        self.flats = []
+        self.flats: list[FlatParameter] = []
         # Who needs the full parameters now: as long as there is one, they are not freed.
         self.holders = set()
         # `Zero3Sequential` sets these. A layer that is in a chain twice, or in two chains, has two
@@ -251,7 +250,6 @@ class ShardedModel(Trained, Named):
     ## A model of sharded layers, for its users
     """
 
-    sharded_layers: tuple[Sharded, ...]  # those that it was built with
     comm: Communicator  # of all ranks, if the model has one; a chain has that of its layers
     label = "the model"
     listener = Listener()
@@ -261,7 +259,8 @@ class ShardedModel(Trained, Named):
         #### Remember the layers, and tell ranks that split their weights of each other
         """
         from zero3.comm.parts import connect
-        self.sharded_layers = tuple(layers)
+        # Those that it was built with.
+        self.sharded_layers: tuple[Sharded, ...] = tuple(layers)
         connect(self)
 
     def get_trainable_chunk(self) -> list[nn.Parameter]:
