@@ -385,10 +385,9 @@ class FlatParameter:
         """
         ### Add to the shard's gradient
 
-        * `total` is the reduced gradient, `(shard_numel,)`
+        * `total` is the reduced gradient, `(shard_numel,)`, on `grad_device`
         * `names` are the parameters that have contributed to it on this rank
         """
-        total = total.to(self.grad_device)
         if self.shard.grad is None:
             self.shard.grad = guards.mark(total, self, set(), names)
         else:
