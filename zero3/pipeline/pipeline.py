@@ -225,8 +225,7 @@ class Pipeline(ShardedModel):
         cure = ("register the parameter in each layer that uses it, `head.weight = "
                 "embedding.weight`; then it is tied")
         for p, names in plan.names.items():
-            owner, *_ = plan.shapes[names[0]]
-            if owner != self.place and p not in plan.tied:
+            if plan.owners[layer_of(names[0])] != self.place and p not in plan.tied:
                 p.data = torch.empty(0, dtype=p.dtype, device=p.device)
                 p.__class__ = FreedParameter.named(self._first, names[0], cure)
 
