@@ -303,11 +303,10 @@ def comm_of(model: object) -> Communicator:
     ## The communicator of a model; for any other object, that of all ranks
     """
     modules = model.modules() if isinstance(model, nn.Module) else []
-    for module in modules:
-        # A pipeline comes before its layers.
-        if isinstance(module, (Sharded, ShardedModel)) and hasattr(module, "comm"):
-            return module.comm
-    return Communicator()
+    # A pipeline comes before its layers.
+    found = (module.comm for module in modules
+             if isinstance(module, (Sharded, ShardedModel)) and hasattr(module, "comm"))
+    return next(found, None) or Communicator()
 
 
 # ------------------------------------------------------------- chapters that an argument asks for
