@@ -173,14 +173,12 @@ class Zero3Layer(Sharded):
         destroy every gradient of the model.
         """
         dtype = params[0].dtype
-        pieces = []
-        for p in params:
-            padding_numel = self.comm.aligned(p.numel(), dtype) - p.numel()
-            pieces += [p.detach().reshape(-1), self._empty(padding_numel, dtype).zero_()]
-        numel = sum(map(len, pieces))
-        shard_numel = self.comm.aligned(-(-numel // self.comm.world_size), dtype)
-        padding_numel = self.comm.world_size * shard_numel - numel
-        return torch.cat([*pieces, self._empty(padding_numel, dtype).zero_()])
+        sizes = [self.comm.aligned(p.numel(), dtype) for p in params]
+        shard_numel = self.comm.aligned(-(-sum(sizes) // self.comm.world_size), dtype)
+        full = self._empty(self.comm.world_size * shard_numel, dtype).zero_()
+        for p, place in zip(params, full[: sum(sizes)].split(sizes), strict=True):
+            place[: p.numel()].view(p.shape).copy_(p.detach())
+        return full
 
     def _empty(self, numel: int, dtype: torch.dtype | None) -> torch.Tensor:
         """
