@@ -393,10 +393,10 @@ assert efficiency(8192 / 4, DISK, PEAK) < 0.1 < 0.9 < efficiency(524288 / 4, CPU
 # %% [markdown]
 # **Answer**: no tier changes the training result. The cost is the bytes that have to be moved, and
 # their number is the same for a small batch and for a large one. So to make a slow tier affordable,
-# compute more in each step. The three speeds above are round figures. `python -m zero3.offload
-# bench --folder DIR` measures your disk. `python -m zero3.estimate --model 8b --ranks 1 --gpu 80GB
-# --cpu 128GB --nvme 1TB` prints the tiers that a model needs. The formula comes from ZeRO-Infinity
-# and is implemented in [`efficiency`](../zero3/estimate/formulas.py#estimate-the-papers-formulas).
+# compute more in each step. The three speeds above are round figures. `python -m tests.bench.disk
+# --folder DIR` measures your disk. `python -m zero3.estimate --model 8b --ranks 1 --gpu 80GB --cpu
+# 128GB --nvme 1TB` prints the tiers that a model needs. The formula comes from ZeRO-Infinity and is
+# implemented in [`efficiency`](../zero3/estimate/formulas.py#estimate-the-papers-formulas).
 #
 # ## Exercise
 #

@@ -31,7 +31,6 @@ of the book (`docs/`).
 | more | `offload/copies.py` | copies of activations, in pinned memory and in files |
 | more | `offload/tensors.py` | safetensors files, written tensor by tensor |
 | more | `offload/memory.py` | pinned CPU memory |
-| more | `offload/bench.py` | the speed of a disk |
 | more | `whole_model/units.py` | layers of a whole model, in a recorded order |
 | more | `whole_model/wrap.py` | `wrap`: shard a whole model without changing it |
 | more | `whole_model/materialise.py` | models larger than memory |

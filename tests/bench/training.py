@@ -58,12 +58,12 @@ from torch.nn import functional as F
 
 import zero3
 from docs.annotate import Source
+from tests.bench import disk as disk_bench
 from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, commit_name, minimal, save
 from zero3.checkpoint.reader import file_name
 from zero3.comm.collectives import all_gather_single, reduce_scatter_single
 from zero3.estimate.ledger import Ledger
-from zero3.offload import bench as disk_bench
 from zero3.offload import disk
 from zero3.optimizer.whole import Matrices
 from zero3.train import launch

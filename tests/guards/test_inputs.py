@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.bench import disk
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.estimate import __main__ as estimate
 from zero3.guards.command_line import APP
-from zero3.offload import bench as disk
 from zero3.train import gpt
 from zero3.train import job as train
 
@@ -67,17 +67,17 @@ def test_a_hostile_option_is_one_line_of_the_benchmark(capsys, tmp_path):
     """
     Found before anything is measured, so at once. Breaks where the folder is first looked at when
     the file is made.
-    Proves `bench.main`, `command_line.folder`, `within`.
+    Proves `command_line.folder`, `within`.
     """
     here = f"--folder={tmp_path}"
     for option in ("--mib", "--rounds"):
         for value in [*NUMBERS, "0", str(1 << 62)]:
-            assert option in refused(capsys, disk.main, "bench", here, f"{option}={value}")
+            assert option in refused(capsys, disk.main, here, f"{option}={value}")
     for wrong in ("", "/nowhere", __file__, "/proc", "/sys"):
-        assert "--folder" in refused(capsys, disk.main, "bench", f"--folder={wrong}")
+        assert "--folder" in refused(capsys, disk.main, f"--folder={wrong}")
     refused(capsys, disk.main)
     # As much as no disk has, and less than a file system takes for a file.
-    told = refused(capsys, disk.main, "bench", here, "--mib", str(1 << 23))
+    told = refused(capsys, disk.main, here, "--mib", str(1 << 23))
     assert "Expected: a folder with room for 8388608 MiB" in told
 
 
@@ -85,11 +85,11 @@ def test_a_figure_of_the_disk_is_told_at_once_and_no_file_stays(tmp_path, monkey
     """
     None of the figures waits for the others. Breaks where a way is measured in all rounds before
     the next one has its turn.
-    Proves `bench.show`.
+    Proves `show` of the benchmark.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(disk, "WAYS", disk.WAYS[:2])
-    disk.main(["bench", "--folder", ".", "--mib", "64", "--rounds", "2"])
+    disk.main(["--folder", ".", "--mib", "64", "--rounds", "2"])
     out, err = capsys.readouterr()
     assert [line[:13] for line in err.splitlines()] == [f"round {i} of 2:" for i in (1, 1, 2, 2)]
     assert "past the cache" in out and not list(tmp_path.iterdir())

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero3
 from tests import cases, wholes
+from tests.bench.disk import measure
 from tests.compiler import models as compiler_models
 from tests.compiler import test_compiler
 from tests.compiler.models import Stack, compare, pair_of
@@ -45,7 +46,6 @@ from zero3.estimate.saved import Moved, activations, gpt2_bytes
 from zero3.in_flight import in_flight
 from zero3.inject import inject, policies
 from zero3.offload.activations import Activations, Forward, bring_back, order
-from zero3.offload.bench import measure
 from zero3.offload.copies import SavedStorage, Shelves
 from zero3.offload.disk import File
 from zero3.pipeline import Pipeline

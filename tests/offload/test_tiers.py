@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.bench.disk import _disk_bytes, measure
 from tests.cases import CASES, WIDTH, freeze, train_both
 from tests.commands import python_m
 from tests.ranks import run
@@ -42,7 +43,6 @@ from zero3.estimate.formulas import (
 from zero3.estimate.ledger import Ledger, disk_bytes, held_bytes
 from zero3.estimate.predict import predict, predict_optimizer
 from zero3.guards.room import room
-from zero3.offload.bench import _disk_bytes, measure
 from zero3.offload.disk import File, aligned, whole_blocks
 from zero3.offload.in_file import InFile
 from zero3.train import launch
@@ -1086,14 +1086,14 @@ def test_the_benchmark_prints_a_table(tmp_path):
     not there is one line and no traceback.
     Proves `bench.main`, `bench.show`.
     """
-    command = [sys.executable, "-m", "zero3.offload", "bench", "--folder", str(tmp_path), "--mib",
-               "64", "--rounds", "1"]
+    command = [sys.executable, "-m", "tests.bench.disk", "--folder", str(tmp_path), "--mib", "64",
+               "--rounds", "1"]
     told = subprocess.run(command, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
     assert told.stdout.count("past the cache") == 6
     assert told.stdout.count("through the cache") == 6
     assert told.stderr.count("round 1 of 1: ") == told.stderr.count("\n") == 12
-    told = python_m("zero3.offload", "bench", "--folder", str(tmp_path / "missing"))
+    told = python_m("tests.bench.disk", "--folder", str(tmp_path / "missing"))
     assert told.returncode == 2 and "Expected: a folder that takes files. Got: " in told.stderr
     assert told.stderr.count("\n") == 1
 

@@ -11,7 +11,7 @@ $$\text{bytes on disk} = \left\lceil \frac{\text{bytes}}{4096} \right\rceil \cdo
 
 Several requests are in flight, each from a thread of its own.
 
-**Run this**: `python -m zero3.offload bench --folder DIR` compares both.
+**Run this**: `python -m tests.bench.disk --folder DIR` compares both.
 
 **Not covered, and what that costs**: the system's asynchronous calls (`io_uring`, libaio), which
 need one thread where this needs several.

@@ -26,7 +26,7 @@ $$\text{buffers} = 2 \cdot \text{largest shard} \; + \; 5 \cdot \text{largest st
 [ZeRO-Infinity](https://arxiv.org/abs/2104.07857): which bandwidth is enough,
 and which tier a model needs.
 
-**Run this**: `python -m zero3.offload bench --folder DIR` measures a disk both ways; `make train
+**Run this**: `python -m tests.bench.disk --folder DIR` measures a disk both ways; `make train
 ARGS="--offload-params nvme --offload-optimizer nvme"` trains from files.
 
 **Not covered, and what that costs**: each shard in files has a file of its own, which stays open.

@@ -2,7 +2,7 @@ r"""
 # How fast a disk is
 
 `measure` writes a file and reads it again, past the page cache or through it, and
-`python -m zero3.offload bench` compares the ways.
+`python -m tests.bench.disk` compares the ways.
 
 The bandwidth depends on how many requests are in flight and how large they are:
 
@@ -13,7 +13,7 @@ $$\text{bandwidth} = \min\Big(\text{bw}_\text{disk},\;
 counts as writing) and dropped from the page cache before it is read. If the system then counts less
 than 99 % of the bytes on the disk, there is no figure.
 
-**Run this**: `python -m zero3.offload bench --folder DIR`. It takes a few minutes.
+**Run this**: `python -m tests.bench.disk --folder DIR`. It takes a few minutes.
 
 **Not covered, and what that costs**: caches inside a disk or of a virtual machine's host cannot be
 seen from here, so choose a file larger than they are.
@@ -99,14 +99,13 @@ def main(argv: list[str] | None = None) -> None:
     """
     ## The command line
     """
-    parser = Parser(prog="python -m zero3.offload")
-    bench = parser.add_subparsers(required=True, metavar="bench").add_parser(
-        "bench", help="measure how fast a disk reads and writes",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    bench = Parser(prog="python -m tests.bench.disk",
+                   description="Measure how fast a disk reads and writes.",
+                   formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     bench.add_argument("--folder", required=True, help="on the disk to measure")
     bench.add_argument("--mib", type=int, default=1024, help="size of the file that is written")
     bench.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
-    args = parser.parse_args(argv)
+    args = bench.parse_args(argv)
     try:
         within("--mib", args.mib, 64, 1 << 40)
         expect(args.mib % 32 == 0, "--mib does not split into requests", "a multiple of 32",
@@ -159,3 +158,7 @@ def _cell(values: list[float | None]) -> str:
     if len(known) < len(values):
         return "not the disk's"
     return f"{statistics.median(known):.2f} ({min(known):.2f}-{max(known):.2f})"
+
+
+if __name__ == "__main__":
+    main()
