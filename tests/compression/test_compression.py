@@ -457,7 +457,7 @@ def masks(dtype, scope, across, offload):
     with model.full_params() as params:
         stored = {name: p.clone() for name, p in params.items()}
         weights = computed(model)
-    return weights, stored, [m.threshold for m in compression.methods()], sent
+    return weights, stored, [int(m.state[1]) for m in compression.methods()], sent
 
 
 def several_masks(cases, folder):
@@ -488,7 +488,7 @@ def test_masks_on_ranks_are_exact_and_those_of_one_process(ranks, cases, tmp_pat
     Proves `compress`, `Compression`, `Compression.__init__`, `Compression.find_thresholds`,
     `Compression.advance`, `Compression.methods`, `thresholds.layer_of`, `own_keys`,
     `thresholds.layers_of`,
-    `Compression.groups`, `named_modules`, `Method.steps`, `Method.threshold`.
+    `Compression.groups`, `named_modules`, `Method.steps`.
     """
     on_ranks = run(several_masks, ranks, cases, tmp_path)
     for i, (dtype, scope, across, _) in enumerate(cases):
@@ -706,7 +706,7 @@ def logged(sharded):
         optimizer.zero_grad()
         del kept
     with torch.no_grad():
-        return [method.threshold for method in compression.methods()], model(x)
+        return [int(method.state[1]) for method in compression.methods()], model(x)
 
 
 def both_logged():
@@ -744,9 +744,9 @@ def test_a_schedule_follows_the_optimizer_with_the_most_steps():
     for done in range(1, 4):
         train(*halves)
         assert {method.steps for method in compression.methods()} == {done}
-        found = {method.threshold for method in compression.methods()}
+        found = {int(method.state[1]) for method in compression.methods()}
         compression.find_thresholds()
-        assert found == {method.threshold for method in compression.methods()}
+        assert found == {int(method.state[1]) for method in compression.methods()}
     later = torch.optim.SGD(model.parameters(), lr=0.1)
     for done in (3, 4, 5):
         train(later)
@@ -776,7 +776,7 @@ def staged(scope):
         optimizer.zero_grad()
     with model.full_params() as params:
         stored = {name: p.detach().clone() for name, p in params.items()}
-    return [m.threshold for m in compression.methods(Pruned)], stored
+    return [int(m.state[1]) for m in compression.methods(Pruned)], stored
 
 
 def both_scopes():
@@ -798,7 +798,7 @@ def test_the_stages_of_a_pipeline_share_thresholds(ranks):
             for name, p in nn.Sequential(*plain).named_parameters():
                 p.copy_(stored[name])
         compression.find_thresholds()
-        expected = [m.threshold for m in compression.methods(Pruned)]
+        expected = [int(m.state[1]) for m in compression.methods(Pruned)]
         assert all(found[scope][0] == expected for found in on_ranks)
 
 

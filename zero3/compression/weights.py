@@ -55,7 +55,8 @@ class Method(nn.Module):
     """
     ## What a rule does to one weight or input, and how far its schedule is
 
-    `state`, a buffer, has the number of the optimizer's steps, and the threshold.
+    `state`, a buffer, has the number of the optimizer's steps, and the threshold: the greatest key
+    that is pruned, or `NOTHING`.
     """
 
     state: torch.Tensor
@@ -67,37 +68,24 @@ class Method(nn.Module):
         super().__init__()
         self.rule = rule
         self.register_buffer("state", torch.tensor([0, NOTHING], device=module.weight.device))
-        # Its two numbers as Python's, with the buffer and the version that they are of. So reading
+        # The steps as Python's number, with the buffer and the version that they are of. So reading
         # them waits for the device once in a step.
-        self._known: tuple[torch.Tensor | None, int, list[int]] = (None, 0, [])
+        self._known: tuple[torch.Tensor | None, int, int] = (None, 0, 0)
 
     def __setstate__(self, state: dict) -> None:
         # The buffer of a copy begins with a version of its own.
-        super().__setstate__(state | {"_known": (None, 0, [])})
-
-    def _read(self) -> list[int]:
-        """
-        #### The two numbers of the state
-        """
-        # Loading a checkpoint raises its version, or replaces it.
-        if (self._known[0] is not self.state
-                or self._known[1] != self.state._version):
-            self._known = (self.state, self.state._version, self.state.tolist())
-        return self._known[2]
+        super().__setstate__(state | {"_known": (None, 0, 0)})
 
     @property
     def steps(self) -> int:
         """
         ### The steps that the optimizer has taken
         """
-        return self._read()[0]
-
-    @property
-    def threshold(self) -> int:
-        """
-        ### The greatest key that is pruned, or `NOTHING`
-        """
-        return self._read()[1]
+        # Loading a checkpoint raises the version of the state, or replaces it.
+        if (self._known[0] is not self.state
+                or self._known[1] != self.state._version):
+            self._known = (self.state, self.state._version, int(self.state[0]))
+        return self._known[2]
 
 
 # ------------------------------------------------------------------------------------------- masks
@@ -194,7 +182,7 @@ class PrunedElements(Pruned):
                "threshold was found", dtype, "convert a model before `compress`, or call "
                "`find_thresholds()` of what `compress` has returned", RuntimeError)
         keys = self.keys(self.original.reshape(-1))
-        return (keys > self.threshold).view(self.shape)
+        return (keys > self.state[1]).view(self.shape)
 
     def keys(self, values: torch.Tensor, first: int = 0) -> torch.Tensor:
         """
