@@ -203,11 +203,7 @@ def is_view(node: fx.Node) -> bool:
     """
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    if node.target in _UNDECLARED:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    aliases = [result.alias_info for result in schema.returns] if schema else []
-    return any(alias is not None and not alias.is_write for alias in aliases)
+    return node.target in _UNDECLARED or getattr(node.target, "is_view", False)
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
