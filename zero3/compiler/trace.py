@@ -304,11 +304,10 @@ def _saved_size(forward: fx.Graph,
 
     A view as long as the sequence, `weight[:length]`, needs it.
     """
-    for each in backward.find_nodes(op="placeholder"):
-        if each.name == node.name:
-            return each
+    saved = {each.name: each for each in backward.find_nodes(op="placeholder")}
     # Sizes are saved last.
-    return _also_saved(forward, backward, node, len(forward.output_node().args[0]))  # type: ignore[arg-type]
+    return saved.get(node.name) or _also_saved(
+        forward, backward, node, len(forward.output_node().args[0]))  # type: ignore[arg-type]
 
 
 def _also_saved(forward: fx.Graph,
