@@ -321,11 +321,7 @@ def _wait_before(node: fx.Node) -> fx.Node | None:
     """
     #### The last `wait` before an operation, or the operation itself if it is one; else `None`
     """
-    while node.op not in ("placeholder", "root"):
-        if node.target is wait:
-            return node
-        node = node.prev
-    return None
+    return max((each for each in find(node.graph, wait) if each <= node), default=None)
 
 
 def _ends_of_layers(graph: fx.Graph) -> list[fx.Node]:
