@@ -77,7 +77,6 @@ from zero3.flat import Slot, own_modules
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import MOST, expect, whole
-from zero3.in_flight import in_flight
 from zero3.offload.activations import Forward, LayerActivations, bring_back
 from zero3.optimizer.buckets import PlannedBucket
 from zero3.watch import in_backward
@@ -116,7 +115,6 @@ class CompiledUnit(Unit):
         vars(self).update(named_modules=self.named_modules, named_children=self.named_children)
         for slot in self.slots():
             slot.freed_class.traceable = True  # type: ignore[attr-defined]
-        self.full_views = [slot.view for slot in self.slots()]
         self.flat_slots = [(flat, slot) for flat in self.flats for slot in flat.slots]
         self.away = StatesAway(self)
         # What saves activations in the forward pass that is running.
@@ -171,7 +169,7 @@ class CompiledUnit(Unit):
         if gather is not None:
             gather.wait()
             self.in_graph = True
-        return self.full_views
+        return [slot.view for slot in self.slots()]
 
     def _wait_params(self) -> None:
         """
@@ -187,15 +185,9 @@ class CompiledUnit(Unit):
         """
         ### Reshard (free), unless code outside of graphs uses the parameters
         """
-        if self.in_graph:
-            # They are closed already.
-            self.in_graph = False
-            self.is_fetched = False
-            for flat in self.flats:
-                in_flight.free(flat.full)
-            self.listener.record(self, "free", sum(flat.full.nbytes for flat in self.flats))
-        else:
-            self._cleanup_params()
+        # Parameters that a graph has left closed need not be opened for it.
+        self.in_graph = False
+        self._cleanup_params()
 
     def collect(self, place: int, grad: torch.Tensor) -> None:
         """
