@@ -74,16 +74,17 @@ class Quantize:
     def __post_init__(self) -> None:
         _check_steps("Quantize", self.start, self.end)
         is_input = self.of == "input"
-        expect(self.of in ("weight", "input"), "Quantize: `of`", "weight or input", repr(self.of),
-               "pass one of the two")
-        expect(whole(self.bits, 1, 8) and self.bits in ((8,) if is_input else (8, 4, 2, 1)),
-               "Quantize: `bits`", "8 for inputs; 8, 4, 2 or 1 for weights", repr(self.bits),
-               "pass one of these")
-        expect(self.group is None or (whole(self.group, 1) and not is_input), "Quantize: `group`",
-               "a number of neighbours in a row of a weight", repr(self.group),
-               "pass such a number, or leave it out")
-        expect(self.symmetric or self.bits > 1, "Quantize: `symmetric`", "True for 1 bit, which "
-               "is a sign", self.symmetric, "pass `symmetric=True`, or more bits")
+        for name, good, expected, cure in (
+                ("of", self.of in ("weight", "input"),
+                 "weight or input", "pass one of the two"),
+                ("bits", whole(self.bits, 8 if is_input else 1, 8) and self.bits in (8, 4, 2, 1),
+                 "8 for inputs; 8, 4, 2 or 1 for weights", "pass one of these"),
+                ("group", self.group is None or (whole(self.group, 1) and not is_input),
+                 "a number of neighbours in a row of a weight",
+                 "pass such a number, or leave it out"),
+                ("symmetric", self.symmetric or self.bits != 1,
+                 "True for 1 bit, which is a sign", "pass `symmetric=True`, or more bits")):
+            expect(good, f"Quantize: `{name}`", expected, repr(getattr(self, name)), cure)
         expect(self.start_bits is None or (whole(self.start_bits, self.bits, 8)
                                            and self.end is not None),
                "Quantize: `start_bits`", f"from {self.bits} to 8, and an `end`",
@@ -132,21 +133,21 @@ class Prune:
 
     def __post_init__(self) -> None:
         _check_steps("Prune", self.start, self.end)
-        expect(self.kind in KINDS, "Prune: `kind`", f"one of {KINDS}", repr(self.kind),
-               "pass one of these")
-        expect(0 <= self.sparsity < 1, "Prune: `sparsity`", "from 0 to below 1", self.sparsity,
-               "pass the part to prune")
-        expect(self.scope == "layer" or (self.scope == "global" and self.kind == "element"),
-               "Prune: `scope`", '"layer", or "global" for elements', repr(self.scope),
-               "pass one of these")
-        expect(whole(self.heads, 2) if self.kind == "head" else self.heads is None,
-               "Prune: `heads`", "how many there are, for heads only", repr(self.heads),
-               "pass it with that kind")
-        for name in ("follows", "counts"):
-            expect(isinstance(getattr(self, name), tuple), f"Prune: `{name}`", "a tuple of names",
-                   repr(getattr(self, name)), 'pass one, `("second",)` for instance')
-        expect(not self.follows or self.kind != "element", "Prune: `follows`",
-               "layers that follow rows, channels or heads", self.follows, "leave it out")
+        names = ("a tuple of names", 'pass one, `("second",)` for instance')
+        for name, good, expected, cure in (
+                ("kind", self.kind in KINDS,
+                 f"one of {KINDS}", "pass one of these"),
+                ("sparsity", 0 <= self.sparsity < 1,
+                 "from 0 to below 1", "pass the part to prune"),
+                ("scope", self.scope == "layer" or (self.scope, self.kind) == ("global", "element"),
+                 '"layer", or "global" for elements', "pass one of these"),
+                ("heads", whole(self.heads, 2) if self.kind == "head" else self.heads is None,
+                 "how many there are, for heads only", "pass it with that kind"),
+                ("follows", isinstance(self.follows, tuple), *names),
+                ("counts", isinstance(self.counts, tuple), *names),
+                ("follows", not self.follows or self.kind != "element",
+                 "layers that follow rows, channels or heads", "leave it out")):
+            expect(good, f"Prune: `{name}`", expected, repr(getattr(self, name)), cure)
 
     def sparsity_at(self, step: int) -> float:
         """
