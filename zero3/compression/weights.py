@@ -43,10 +43,6 @@ from zero3.compression.rules import Prune
 from zero3.guards.options import expect
 
 Weighted = Any
-_INTEGERS = {
-    torch.float32: torch.int32,
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16}
 # The threshold below all keys.
 NOTHING = -1
 
@@ -192,7 +188,7 @@ class PrunedElements(Pruned):
         * `first` is the place of the first of them in this weight
         """
         first += sum(each.shape.numel() for each in self.sharers[: self.sharers.index(self)])
-        integer = _INTEGERS[values.dtype]
+        integer = getattr(torch, f"int{8 * values.element_size()}")
         bits = values.detach().contiguous().view(integer).long()
         bits &= torch.iinfo(integer).max  # no sign
         places = torch.arange(first, first + len(bits), device=bits.device)
