@@ -80,8 +80,6 @@ class Operation:
     references in their places, because the compiler keeps its graphs when the model is gone.
     """
 
-    __module__ = "zero3.compiler.graph"
-
     def __init__(self, name: str, method: str = ""):
         self.__name__ = name
         self.method = operator.attrgetter(method or name)
@@ -218,22 +216,20 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def full_numel(graph: fx.Graph,
                numel: dict[str, int],
-               kept: Iterable[str] = ()) -> list[int]:
+               kept: Iterable[str] = ()) -> Iterator[int]:
     """
-    ## Full elements during each operation
+    ## Full elements during each operation, one after the other
 
     * `numel` is what each layer has in full, with padding
     * `kept` are the layers that are whole before the first operation
     """
     whole = set(kept)
-    found = []
     for node in graph.nodes:
         if node.target is gather:
             whole.update(layers_of(node))
-        found.append(sum(numel[layer] for layer in whole))
+        yield sum(numel[layer] for layer in whole)
         if node.target is release:
             whole.difference_update(layers_of(node))
-    return found
 
 
 @on_copies
