@@ -94,13 +94,14 @@ class Zero3Model(StandIn, ShardedModel):
         self.order.max_live_numel = max_live_numel
         shard = partial(self.unit_class, order=self.order, device=source.device, offload=offload,
                         mesh=mesh, activations=activations)
+        # The names of the parameters that each plain module has.
+        self.layout = {m: [*m._parameters] for m in model.modules()}
         wrapping = _Wrapping(self, model, source, shard)
         self.units: list[Unit] = wrapping.units_of(layer_classes, leaf_classes)
         # Units that stand for no module. Here the model finds their shards.
         self.beside = nn.ModuleList(
             unit for unit in self.units if isinstance(unit.module, Together))
         self.tied = wrapping.tied_by_name()  # parameters with several names, by these
-        self.layout = wrapping.layout  # the names of the parameters that a plain module has
         self.module = self.units[0]
         self.training = model.training
         self.beside.train(model.training)
@@ -425,8 +426,6 @@ class _Wrapping:
         self.model = model
         self.source = source
         self.shard = shard
-        self.layout = {m: [*m._parameters]
-                       for m in model.modules()}
         self.names: dict[torch.Tensor, list[str]] = {}
         for name, t in (*model.named_parameters(remove_duplicate=False),
                         *model.named_buffers(remove_duplicate=False)):
