@@ -76,7 +76,7 @@ from zero3.compiler.trace import Graphs, Place, are_wanted, graphs_of
 from zero3.flat import Slot, own_modules
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
-from zero3.guards.options import MOST, expect, whole
+from zero3.guards.options import expect, whole
 from zero3.offload.activations import Forward, LayerActivations, bring_back
 from zero3.optimizer.buckets import PlannedBucket
 from zero3.watch import in_backward
@@ -352,7 +352,6 @@ class CompiledModel(Zero3Model):
         * `is_chain` says that each module of a chain is a layer
         """
         self.is_chain = is_chain
-        self.limit_numel = MOST if limit_numel is None else limit_numel
         # Layers whose optimizer states leave for a while, as of the last compilation.
         self.leaving: list[str] = []
         super().__init__(*args)
@@ -363,10 +362,9 @@ class CompiledModel(Zero3Model):
         self.numel = {name: unit.numel for name, unit in layers.items()}
         itemsize = max(flat.full.itemsize for unit in self.units for flat in unit.flats)
         self.bucket_numel = bucket_bytes // itemsize if self.comm.world_size > 1 else 0
-        if limit_numel is None:
-            # A layer and the next one; or several small ones.
-            room_numel = max(3 * self.bucket_numel, *(2 * unit.numel for unit in self.units[1:]))
-            self.limit_numel = self.numel["root"] + room_numel
+        # A layer and the next one; or several small ones.
+        room_numel = max(3 * self.bucket_numel, *(2 * unit.numel for unit in self.units[1:]))
+        self.limit_numel = limit_numel or self.numel["root"] + room_numel
         on_cpu = self.units[0].device.type == "cpu"
         if offload_states_bytes and on_cpu:
             warnings.warn(f"rank {self.comm.global_rank}: `offload_states_bytes` does nothing on "
