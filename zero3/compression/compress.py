@@ -255,10 +255,9 @@ class Compression:
         bits = max(8 * group[0].original.dtype.itemsize + group[0].units().bit_length()
                    for group in groups)
         found = kth_keys(keys, lists, counts, bits, total)
-        for group, threshold in zip(groups, found, strict=True):
-            for pruned in group:
-                pruned.state[1] = threshold
-                pruned.dtype = pruned.original.dtype
+        for pruned, i in numbers.items():
+            pruned.state[1] = found[i]
+            pruned.dtype = pruned.original.dtype
 
 
 # ------------------------------------------------------------------------------------ put in place

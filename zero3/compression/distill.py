@@ -51,7 +51,6 @@ from zero3.sharded import Sharded
 
 Chain = Zero3Sequential | nn.Sequential
 Task = Callable[[torch.Tensor], torch.Tensor]
-Loss = Callable[[torch.Tensor, Task], torch.Tensor]
 
 
 def distill(student: Chain,
@@ -59,7 +58,7 @@ def distill(student: Chain,
             keep: list[int], *,
             logits: float = 0.5,
             hidden: float = 0.0,
-            temperature: float = 2.0) -> Loss:
+            temperature: float = 2.0) -> Callable[[torch.Tensor, Task], torch.Tensor]:
     r"""
     ## Start a student from layers of its teacher
 

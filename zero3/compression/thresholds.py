@@ -46,14 +46,13 @@ from zero3.guards.freed import FreedParameter
 from zero3.guards.moments import Guarded
 
 DIGIT = 8
-Total = Callable[[torch.Tensor], torch.Tensor]
 
 
 def kth_keys(keys: torch.Tensor,
              lists: torch.Tensor,
              ks: list[int],
              bits: int,
-             total: Total) -> torch.Tensor:
+             total: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """
     ## The k-th smallest key, in several lists at once
 
