@@ -50,9 +50,9 @@ ROWS = (
     {"train", "beside"},
 )
 # What a folder may have, in statements. A chapter that grows beyond it raises its number here.
-MOST = {"": 946, "beside": 416, "checkpoint": 1248, "comm": 962, "compiler": 860, "compression":
-        781, "estimate": 659, "guards": 606, "inject": 710, "offload": 911, "optimizer": 1126,
-        "pipeline": 741, "train": 893, "whole_model": 786}
+MOST = {"": 955, "beside": 417, "checkpoint": 1248, "comm": 962, "compiler": 826, "compression":
+        767, "estimate": 660, "guards": 606, "inject": 710, "offload": 912, "optimizer": 1126,
+        "pipeline": 748, "train": 893, "whole_model": 777}
 # What the heart reaches by its imports, in lines of code.
 MOST_REACHED = 1500
 MOST_ANY = 280
@@ -350,8 +350,7 @@ def test_few_methods_of_the_heart_are_replaced():
     replaced = {kind.__name__: heart & {*vars(kind)} for kind in (Unit, CompiledUnit)}
     assert replaced == {
         "Unit": {"_release", "forward", "_pre_backward_hook", "is_over", "_backup_grads", "settle"},
-        "CompiledUnit": {"_wait_params", "forward", "reduce", "_settle_at_end_of_backward",
-                         "settle"}}
+        "CompiledUnit": {"forward", "reduce", "_settle_at_end_of_backward", "settle"}}
     layers = {node.name for path in PACKAGE.rglob("*.py")
               for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
               if isinstance(node, ast.ClassDef) and {"Zero3Layer", "Unit", "CompiledUnit"} & {

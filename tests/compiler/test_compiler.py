@@ -196,7 +196,7 @@ def test_models_that_break_graphs_are_those_of_hooks_to_the_bit(world_size, name
     class, if it traces the communication, if a layer is freed before code outside of graphs has
     gone backward, and if `unsafe_chunk` is no view.
     Proves I1, `guard_parameters`, `CompiledUnit._forward_with_hooks`,
-    `CompiledUnit.fetch_for_others`, `CompiledUnit.release`, `is_view`.
+    `CompiledUnit.fetch_for_others`, `is_view`.
     """
     for found in run(models, world_size, names):
         assert found == dict.fromkeys(names, "")
@@ -848,7 +848,7 @@ def test_a_step_sends_what_its_graphs_say():
     """
     Order and bytes of each collective, read from the graphs and measured by a ledger; their sum, by
     the formula of the chapter; and full elements, counted and measured.
-    Proves I4, I7, `communication`, `CompiledUnit.release`,
+    Proves I4, I7, `communication`,
     `CompiledUnit.begin_reduce`, `CompiledUnit.finish_reduce`, `Graphs`.
     """
     for several in run(sent_within, 3):

@@ -92,7 +92,7 @@ class Operation:
 # The table at the head of this file says what they do. All ranks call `gather` and `reduce`.
 gather = Operation("gather", "fetch_params")
 wait = Operation("wait")
-release = Operation("release")
+release = Operation("release", "_cleanup_params")
 collect = Operation("collect")
 reduce = Operation("reduce", "begin_reduce")
 finish = Operation("finish", "finish_reduce")

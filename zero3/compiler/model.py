@@ -106,8 +106,6 @@ class CompiledUnit(Unit):
     untraceable = False
     # Whether a forward pass of the compiled model is running; for the root.
     running = False
-    # Whether it is full, and its parameters are closed: graphs read views of the flat parameters.
-    in_graph = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -164,30 +162,11 @@ class CompiledUnit(Unit):
         # If the layer was kept, its gradients may be in flight, and it is about to collect others.
         self.reducer.finish(self)
         self.fetch_params()
-        gather = self._gather
-        self._gather = None
-        if gather is not None:
-            gather.wait()
-            self.in_graph = True
+        self._wait_params()
+        # Graphs read views of the flat parameters. A use outside of graphs still has to be noticed.
+        for flat in self.flats:
+            flat.close(is_freed=False)
         return [slot.view for slot in self.slots()]
-
-    def _wait_params(self) -> None:
-        """
-        #### Wait for the all-gather, and open parameters that a graph has left closed
-        """
-        super()._wait_params()
-        if self.in_graph:
-            self.in_graph = False
-            for flat in self.flats:
-                flat.open()
-
-    def release(self) -> None:
-        """
-        ### Reshard (free), unless code outside of graphs uses the parameters
-        """
-        # Parameters that a graph has left closed need not be opened for it.
-        self.in_graph = False
-        self._cleanup_params()
 
     def collect(self, place: int, grad: torch.Tensor) -> None:
         """
@@ -302,7 +281,7 @@ class CompiledUnit(Unit):
                 # The root's hooks would run the whole model without graphs.
                 unit.untraceable = unit is not self.root
         self.fetch_params()
-        self._wait_params()
+        self.show()
         return True
 
     # ------------------------------------------------------------------------- end of backward
