@@ -24,6 +24,7 @@ and scripts are used only for the search, the colour theme and the tape, which H
 """
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -31,6 +32,7 @@ import shutil
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from html import escape, unescape
 from itertools import pairwise
 from pathlib import Path
@@ -589,6 +591,21 @@ def found(pattern: str) -> list[str]:
     return [item.path for item in contents.found(pattern)]
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """
+    ## Switch off the collector of cycles
+
+    The syntax trees and tokens of all files are needed until the end. The collector would search
+    them for garbage again and again, which takes a quarter of the time of a build.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def main(argv: list[str] | None = None) -> int:
     """
     ## Build the site, or list the problems
@@ -596,9 +613,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="docs.build", description="Build the site.")
     parser.add_argument("--out", type=Path, default=ROOT / "build/site", help="output folder")
     out = parser.parse_args(argv).out
-    site = Site(Figures())
-    pages = site.build()
-    site.check(pages)
+    with uncollected():
+        site = Site(Figures())
+        pages = site.build()
+        site.check(pages)
     problems = sorted({*site.problems, *site.figures.problems})
     if problems:
         print("\n".join(problems), f"\n{len(problems)} problems; nothing was written")
