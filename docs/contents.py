@@ -32,6 +32,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -296,6 +297,7 @@ FURTHER = (
 )
 
 
+@cache
 def page_of(path: str) -> str:
     """
     ## The page of a file
