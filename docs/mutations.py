@@ -279,13 +279,12 @@ MUTATIONS = [
             "zeros or the activations of an earlier step. In this program each write is a second "
             "late. With a quick disk and long layers you would not notice for a while."),
     Mutation(
-        "unchecked", "checkpoint/tensor_files.py", "TensorFile.block",
+        "unchecked", "checkpoint/tensor_files.py", "read_block",
         title="Checksums are not verified",
         old="""\
-            if f"{zlib.crc32(block):08x}" != self.crc32[8 * i : 8 * i + 8]:
-                raise Broken(f"{self.path}, the file of rank {self.rank}, is damaged: bytes "
-                             f"{i * BLOCK_BYTES:,} to {i * BLOCK_BYTES + len(block):,} do not "
-                             "match their checksum")
+    Broken.unless(f"{zlib.crc32(block):08x}" == crc32,
+                  f"{path}, the file of rank {rank}, is damaged: bytes {i * BLOCK_BYTES:,} to "
+                  f"{i * BLOCK_BYTES + len(block):,} do not match their checksum")
 """,
         new="",
         breaks="I10", program="damage",

@@ -45,7 +45,7 @@ from zero3.checkpoint.reader import (
     newest,
 )
 from zero3.checkpoint.save_load import _random_states
-from zero3.checkpoint.tensor_files import TensorFile, check_name
+from zero3.checkpoint.tensor_files import TensorFile, check_name, read_block
 from zero3.guards.command_line import one_line
 from zero3.offload.tensors import Broken, checksums
 
@@ -197,7 +197,7 @@ def test_a_tensor_that_leaves_its_file_is_refused(tmp_path):
         text = json.dumps(header).encode()
         path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
         raw = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-        file = TensorFile(path, 0, {}, len(raw), checksums(raw))
+        file = TensorFile(path, 0, read_block, len(raw), checksums(raw))
         with pytest.raises(Broken, match=r"has no bytes|has no elements"):
             file.read("a")
 

@@ -826,7 +826,7 @@ def test_every_flipped_byte_is_found_and_named(saved):
     """
     In the manifest and in a rank's file: each is refused, by the file's name, its rank, and where
     it is a parameter's, by that. Breaks where something is used before it is checked.
-    Proves `checksums`, `TensorFile.block`, `_read_manifest`.
+    Proves `checksums`, `read_block`, `_read_manifest`.
     """
     path, model, optimizer = saved
     for name in (MANIFEST, file_name(0, 1)):
@@ -893,7 +893,7 @@ def test_a_damaged_block_is_named_by_its_bytes(tmp_path):
     From its first to its last, counted in the file: of a block in the middle, and of the last one,
     which is shorter. Breaks where a block's number is said in place of its bytes, or the last block
     is taken for a whole one.
-    Proves `TensorFile.block`, `Broken`, `Broken.unless`.
+    Proves `read_block`, `Broken`, `Broken.unless`.
     """
     announced = {"a": {"param": (FP32, (3 << 18,))}}
     from_tensors(tmp_path, 0, announced, {}, lambda name, key: torch.ones(3 << 18))

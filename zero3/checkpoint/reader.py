@@ -62,13 +62,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import torch
 
-from zero3.checkpoint.tensor_files import TensorFile
+from zero3.checkpoint.tensor_files import KEPT_BLOCKS, TensorFile, read_block
 from zero3.comm.collectives import bytes_of
 from zero3.comm.parts import WeightPart
 from zero3.offload.tensors import TYPES, Broken, FileEntry, fsync_folder, type_name
@@ -426,9 +427,9 @@ class CheckpointReader(Listing):
         # A forged manifest can raise any of the errors below.
         try:
             super().__init__(_read_manifest(folder / MANIFEST))
-            recent: dict[tuple[int, int], bytes] = {}
+            keeps_blocks = lru_cache(KEPT_BLOCKS)(read_block)
             files = self.manifest["files"]
-            self.files = [TensorFile(folder / file_name(i, len(files)), i, recent, **file)
+            self.files = [TensorFile(folder / file_name(i, len(files)), i, keeps_blocks, **file)
                           for i, file in enumerate(files)]
             for flat in self.flats:
                 self._check(flat)

@@ -16,6 +16,7 @@ $$\text{blocks read for } n \text{ bytes} \le \left\lceil \frac{n}{2^{20}} \righ
 import json
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +26,8 @@ import torch
 
 from zero3.offload.tensors import BLOCK_BYTES, TYPES, Broken
 
-# Blocks that are kept, because small parameters share one.
-_KEPT_BLOCKS = 16
+# Blocks that a checkpoint's reader keeps, because small parameters share one.
+KEPT_BLOCKS = 16
 
 
 @dataclass
@@ -39,8 +40,8 @@ class TensorFile:
 
     path: Path
     rank: int
-    # The last few blocks of all files of the checkpoint, by rank and number of the block.
-    recent: dict[tuple[int, int], bytes]
+    # `read_block` below; all files of a checkpoint share one that keeps the last few blocks.
+    read_block: Callable[[Path, int, int, str], bytes]
     # From the manifest: the length and the checksums.
     nbytes: int
     crc32: str
@@ -97,21 +98,27 @@ class TensorFile:
 
     def block(self, i: int) -> bytes:
         """
-        ### Read block `i` and compare its checksum
+        ### Block `i`, checked
         """
-        key = self.rank, i
-        if key not in self.recent:
-            # A checkpoint may have more files than a process may keep open.
-            with open(self.path, "rb", buffering=0) as file:
-                block = os.pread(file.fileno(), BLOCK_BYTES, i * BLOCK_BYTES)
-            if f"{zlib.crc32(block):08x}" != self.crc32[8 * i : 8 * i + 8]:
-                raise Broken(f"{self.path}, the file of rank {self.rank}, is damaged: bytes "
-                             f"{i * BLOCK_BYTES:,} to {i * BLOCK_BYTES + len(block):,} do not "
-                             "match their checksum")
-            if len(self.recent) == _KEPT_BLOCKS:
-                self.recent.pop(next(iter(self.recent)))
-            self.recent[key] = block
-        return self.recent[key]
+        return self.read_block(self.path, self.rank, i, self.crc32[8 * i : 8 * i + 8])
+
+
+def read_block(path: Path,
+               rank: int,
+               i: int,
+               crc32: str) -> bytes:
+    """
+    ## Read block `i` of a rank's file and compare its checksum
+
+    Raises `Broken` if it is damaged.
+    """
+    # A checkpoint may have more files than a process may keep open.
+    with open(path, "rb", buffering=0) as file:
+        block = os.pread(file.fileno(), BLOCK_BYTES, i * BLOCK_BYTES)
+    Broken.unless(f"{zlib.crc32(block):08x}" == crc32,
+                  f"{path}, the file of rank {rank}, is damaged: bytes {i * BLOCK_BYTES:,} to "
+                  f"{i * BLOCK_BYTES + len(block):,} do not match their checksum")
+    return block
 
 
 def check_files(source: Path) -> None:
