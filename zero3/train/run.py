@@ -12,7 +12,6 @@ one. Ranks end together with a killed torchrun on Linux only.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import signal
@@ -221,8 +220,7 @@ def end_with_parent() -> None:
     if not dist.is_torchelastic_launched() or sys.platform != "linux":
         return
     parent = os.getppid()
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     # torchrun may have died before that call. Then the parent is process 1, which in a container
     # may be torchrun itself.
     orphaned = parent == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
