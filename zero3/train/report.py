@@ -43,17 +43,15 @@ COLORS = {
 }
 # Other lines and text.
 NEUTRAL = {"fg": "#1d232a", "muted": "#5b6570", "line": "#dfe3e6", "bad": "#b3261e"}
-# Of each bar: colour, height, and how far below the middle of the row.
+# Of each bar: colour, height, how far below the middle of the row, and its name in the legend.
 STYLES = {
-    "full": (COLORS["whole"], 0.8, 0.0),
-    "computing": (COLORS["compute"], 0.8, 0.0),
-    "gradients": (COLORS["grad"], 0.3, 0.25),
-    "step": (COLORS["state"], 0.8, 0.0),
-    "reading": (COLORS["file"], 0.15, -0.45),
-    "writing": (f"{COLORS['file']}80", 0.15, -0.3),
+    "full": (COLORS["whole"], 0.8, 0.0, "parameters whole"),
+    "computing": (COLORS["compute"], 0.8, 0.0, "layer computes"),
+    "gradients": (COLORS["grad"], 0.3, 0.25, "full gradients"),
+    "step": (COLORS["state"], 0.8, 0.0, "optimizer steps"),
+    "reading": (COLORS["file"], 0.15, -0.45, "reading from files"),
+    "writing": (f"{COLORS['file']}80", 0.15, -0.3, "writing to files"),
 }
-LEGEND = ("parameters whole", "layer computes", "full gradients", "optimizer steps",
-          "reading from files", "writing to files")
 SHADES = {"forward": "#ffffff", "backward": "#f5f6f7", "step": "#e9ecef"}
 
 
@@ -258,7 +256,7 @@ def _draw_layers(ax: Axes, events: list[Event]) -> None:
     names = list(STYLES)
     found = list(spans(events))
     for layer, name, first, last in found:
-        color, height, below = STYLES[name]
+        color, height, below, _ = STYLES[name]
         ax.barh(
             layers.index(layer) + below, last - first,
             left=first + 1, height=height,
@@ -268,8 +266,10 @@ def _draw_layers(ax: Axes, events: list[Event]) -> None:
     ax.invert_yaxis()
     ax.set(xlabel="events of one step, in order", xlim=(0, len(events) + 1))
     drawn = {name for _, name, _, _ in found}
-    patches = [Patch(color=STYLES[name][0], label=text)
-               for name, text in zip(names, LEGEND, strict=True) if name in drawn]
+    patches = [
+        Patch(color=color, label=text)
+        for name, (color, _, _, text) in STYLES.items()
+        if name in drawn]
     ax.legend(
         handles=patches, fontsize=8, frameon=False,
         loc="lower left", bbox_to_anchor=(1, 0),
