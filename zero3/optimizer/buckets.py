@@ -45,8 +45,9 @@ class Bucket(Reducer):
     `Zero3Optimizer` hands a bucket to its layers in place of their `Reducer`.
     """
 
-    def __init__(self, comm: Communicator, bucket_bytes: int):
+    def __init__(self, comm: Communicator, bucket_bytes: int = 1 << 62):
         super().__init__(comm)
+        # No bucket is ever as large as the default, so somebody else says when to send it.
         self.bucket_bytes = bucket_bytes
         # How many `no_sync()` contexts are open. Inside of one, the bucket sends nothing.
         self.holds = 0
@@ -154,9 +155,6 @@ class PlannedBucket(Bucket):
     """
     ## A bucket that is sent when the graphs of a compiled model say so
     """
-
-    def __init__(self, comm: Communicator):
-        super().__init__(comm, 1 << 62)
 
     def send(self) -> None:
         """
