@@ -121,9 +121,6 @@ class Owners:
             index: _optimizer_of(options, [
                 param for whole, param in self.own.items() if whole.group_index == index])
             for index, options in groups.items()}
-        # They have elements only in their step.
-        for param in self.own.values():
-            param.data = param.new_empty(0)
 
     # --------------------------------------------------------------------------------------- build
 
