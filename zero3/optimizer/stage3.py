@@ -193,8 +193,6 @@ class Zero3Optimizer(Stepper):
         self.offload = Offload.of(offload)
         on_device = self.offload.tier == "device" and self.layers
         self.device = self.layers[0].device if on_device else torch.device("cpu")
-        # Options of every parameter, but for those that `group_by` returns.
-        self.options: dict[str, object] = {}
         # The options of a param group; empty if the class takes any.
         known = inspect.signature(optimizer_class).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
@@ -267,9 +265,9 @@ class Zero3Optimizer(Stepper):
         looks = looks_at(optimizer_class, kwargs, self.device)
         self.expect(looks in KNOWN_LOOKS, "cannot use this class", STEPS_EACH,
                     f"{class_name(optimizer_class)}: {looks}", "take AdamW, for instance")
-        if looks == "parameter":
-            # Step all parameters whole.
-            self.options = {"optimizer": optimizer_class, **kwargs}
+        # Options of every parameter, but for those that `group_by` returns: those that step it
+        # whole, if the class looks at more than one element.
+        self.options = {} if looks == "element" else {"optimizer": optimizer_class, **kwargs}
         check_groups(self.layers)
         check_drawn(self.comm, self.layers)
         names = stray(self.model)
@@ -291,12 +289,11 @@ class Zero3Optimizer(Stepper):
         # All stages of a pipeline get the same param groups, so a scheduler sets the same learning
         # rates on all of them.
         mine = [param.options for of_flat in params.values() for param in of_flat]
-        every: list[dict[str, Any]] = []
-        for each in chain(*self.comm.stages.gather(mine)):
-            if each not in every:
-                every.append(each)
+        every = [*chain(*self.comm.stages.gather(mine))]
         # Groups that are stepped whole come last.
-        options = sorted(every, key=is_whole)
+        options = sorted(
+            (each for i, each in enumerate(every) if each not in every[:i]),
+            key=is_whole)
         self.shard_states = []
         for flat, layer in flats.items():
             # A name for errors: in a chain the label has the number of the layer already.
@@ -789,9 +786,8 @@ class Zero3Optimizer(Stepper):
                 for where, master, grad in in_memory.enter_context(states.in_memory(self.state)):
                     if grad.dtype != master.dtype:
                         # Keeping all fp32 gradients would take 4 more bytes per parameter.
-                        nbytes = where.stop * master.itemsize
-                        wide = scratch[master.device][:nbytes].view(master.dtype)
-                        grad = wide[where.start:].copy_(grad)
+                        wide = scratch[master.device][: where.stop * master.itemsize]
+                        grad = wide.view(master.dtype)[where].copy_(grad)
                     if factor != 1:
                         # In place, so a gradient that was wide enough is used up after this.
                         grad.mul_(factor)
