@@ -437,9 +437,9 @@ class Portion:
         self.is_master = (not isinstance(self.flat.storage, InFile)
                           and shard.dtype == self.master_dtype
                           and shard.device == self.device)
-        counted = self.flat.counted
         # The ranges of the portion that count for a norm; `None` stands for all.
-        self.counted = counted and [inside(self.where, each) for each in counted]
+        self.counted = self.flat.counted and [inside(self.where, each)
+                                              for each in self.flat.counted]
 
     # --------------------------------------------------------------------------------------- place
 
