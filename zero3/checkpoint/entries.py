@@ -169,10 +169,13 @@ class Entries(Named):
         self.device = layers[0].device
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups if optimizer else []
         self.state: State = optimizer.state if optimizer else {}
-        self.optimizer_class = type(getattr(optimizer, "inner", optimizer)).__name__
+        wrapped: Any = getattr(optimizer, "inner", optimizer)
+        self.optimizer_class = type(wrapped).__name__
         self.owners = optimizer.owners if isinstance(optimizer, Zero3Optimizer) else None
         # The optimizers of the param groups that are stepped whole.
         self.inner = self.owners.inner if self.owners else {}
+        # Who steps each param group.
+        self.steppers = [self.inner.get(i, wrapped) for i in range(len(self.param_groups))]
         self.owned: dict[torch.Tensor, ShardStates] = {
             states.shard: states for states in getattr(optimizer, "shard_states", ())}
         self.flats = [self._flat(layer, paths[layer], p)
@@ -320,19 +323,12 @@ class Entries(Named):
         scaled = getattr(self.optimizer, "scaled", False)
         return {
             "class": self.optimizer_class,
-            "groups": [encode({"optimizer": self._class_of(i), **{
+            "groups": [encode({"optimizer": type(stepper).__name__, **{
                 k: v for k, v in group.items() if k not in NOT_SAVED}}, "param group")
-                for i, group in enumerate(self.param_groups)],
+                for stepper, group in zip(self.steppers, self.param_groups, strict=True)],
             "scale": {key: getattr(self.optimizer, key) for key in _SCALE
                       if hasattr(self.optimizer, key) and (scaled or key != "loss_scale")},
         }
-
-    def _class_of(self, index: int) -> str:
-        """
-        #### The class that steps a param group
-        """
-        inner = self.inner.get(index)
-        return type(inner).__name__ if inner else self.optimizer_class
 
     def manifest(self, described: list[FlatEntry]) -> Manifest:
         """
@@ -511,7 +507,7 @@ class Entries(Named):
         """
         for theirs, mine in groups.items():
             here = self.param_groups[mine]
-            steps = self._class_of(mine)
+            steps = type(self.steppers[mine]).__name__
             options = decode(saved["groups"][theirs])
             # Not every format has the class.
             there = options.pop("optimizer", saved["class"]) or steps
@@ -648,8 +644,7 @@ class Entries(Named):
             group = self.param_groups[mine]
             options = decode(saved["groups"][theirs])
             options.pop("optimizer", None)
-            steps = self.inner.get(mine, getattr(self.optimizer, "inner", self.optimizer))
-            if isinstance(steps, torch.optim.AdamW):
+            if isinstance(self.steppers[mine], torch.optim.AdamW):
                 # The options of an Adam say False, and would make it one. torch's also keeps this.
                 options.pop("decoupled_weight_decay", None)
             for key, value in options.items():
