@@ -64,7 +64,7 @@ from zero3.guards.options import Named
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
 from zero3.offload.tensors import TYPES, Broken, type_name
-from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
+from zero3.optimizer.stage3 import SCALE_STATE, Zero3Optimizer, plain_names
 from zero3.optimizer.states import Here, Piece, ShardStates, State, first_state
 from zero3.optimizer.whole import Owners, Spread
 from zero3.sharded import comm_of
@@ -73,8 +73,6 @@ from zero3.whole_model.wrap import Zero3Model
 # Options of a param group that are not saved. The loading run chooses the implementation of the
 # step.
 NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
-# The state of a loss scale.
-_SCALE = ("loss_scale", "good_steps", "skipped_steps")
 
 
 @dataclass(eq=False)
@@ -319,15 +317,13 @@ class Entries(Named):
         """
         if self.optimizer is None:
             return None
-        # A run without a scale has none to go on from.
-        scaled = getattr(self.optimizer, "scaled", False)
         return {
             "class": self.optimizer_class,
             "groups": [encode({"optimizer": type(stepper).__name__, **{
                 k: v for k, v in group.items() if k not in NOT_SAVED}}, "param group")
                 for stepper, group in zip(self.steppers, self.param_groups, strict=True)],
-            "scale": {key: getattr(self.optimizer, key) for key in _SCALE
-                      if hasattr(self.optimizer, key) and (scaled or key != "loss_scale")},
+            "scale": (self.optimizer.scale_state()
+                      if isinstance(self.optimizer, Zero3Optimizer) else {}),
         }
 
     def manifest(self, described: list[FlatEntry]) -> Manifest:
@@ -521,7 +517,7 @@ class Entries(Named):
                 Broken.unless(key not in NOT_SAVED and fits, f"param group {theirs} has a `{key}` "
                               f"of {value!r:.60} there, and of {like!r:.60} here")
         for key, value in saved["scale"].items():
-            counts = key in _SCALE and type(value) is int and value >= 0
+            counts = key in SCALE_STATE and type(value) is int and value >= 0
             scales = (isinstance(value, (int, float)) and value is not True
                       and 0 < value < math.inf)
             Broken.unless(scales if key == "loss_scale" else counts,
@@ -657,13 +653,7 @@ class Entries(Named):
                 else:
                     group[key] = value
         if isinstance(self.optimizer, Zero3Optimizer):
-            for key, value in saved["scale"].items():
-                # This run chose a fixed scale or none, and keeps it; a dynamic one is resumed.
-                if key != "loss_scale" or self.optimizer.dynamic:
-                    setattr(self.optimizer, key, value)
-            if self.optimizer.dynamic:
-                self.optimizer.loss_scale = max(self.optimizer.loss_scale,
-                                                self.optimizer.scale_floor)
+            self.optimizer.load_scale_state(saved["scale"])
 
 
 def _match_groups(checkpoint: CheckpointReader, everywhere: Names) -> dict[int, int]:

@@ -106,6 +106,8 @@ from zero3.optimizer.whole import (
 from zero3.sharded import ShardedModel, Trained, comm_of
 
 _FIRST_SCALE = 65536.0
+# The state of a loss scale.
+SCALE_STATE = ("loss_scale", "good_steps", "skipped_steps")
 
 
 class Zero3Optimizer(Stepper):
@@ -871,8 +873,14 @@ class Zero3Optimizer(Stepper):
                 "place": self._place, "parts": self._parts,
                 "cuts": [[param.key for param in states.params]
                          for states in self.shard_states],
-                "loss_scale": self.loss_scale if self.scaled else None,
-                "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
+                **self.scale_state()}
+
+    def scale_state(self) -> dict[str, object]:
+        """
+        ### The numbers of good and of skipped steps, and the loss scale, if there is one
+        """
+        return {name: getattr(self, name) for name in SCALE_STATE
+                if self.scaled or name != "loss_scale"}
 
     @property
     def _place(self) -> str:
@@ -938,16 +946,23 @@ class Zero3Optimizer(Stepper):
             with states.in_memory(self.state) as here:
                 for each in here:
                     each.master.copy_(saved[each.where])
-        self.good_steps = state_dict["good_steps"]
-        self.skipped_steps = state_dict["skipped_steps"]
-        loss_scale = state_dict["loss_scale"]
-        if self.dynamic and loss_scale is not None:
-            # This run has chosen whether to scale. An earlier version has saved 1 in a run without
-            # a scale.
-            scale = max(loss_scale, self.scale_floor)
-            # Gradients that wait for a step have the old scale. The step refuses them.
-            self.has_scaled = self.has_scaled and scale == self.loss_scale
-            self.loss_scale = scale
+        self.load_scale_state(state_dict)
+
+    def load_scale_state(self, saved: Mapping[str, Any]) -> None:
+        """
+        ### Go on with the numbers of steps, and with a dynamic loss scale
+
+        This run has chosen a fixed scale or none, and keeps it.
+        """
+        before = self.loss_scale
+        for name in SCALE_STATE:
+            # An earlier version has saved None in a run without a scale.
+            if saved.get(name) is not None and (name != "loss_scale" or self.dynamic):
+                setattr(self, name, saved[name])
+        if self.dynamic:
+            self.loss_scale = max(self.loss_scale, self.scale_floor)
+        # Gradients that wait for a step have the old scale. The step refuses them.
+        self.has_scaled = self.has_scaled and self.loss_scale == before
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """
