@@ -321,11 +321,13 @@ def dcp_state(checkpoint: Listing, replicated: dict[str, torch.Tensor]) -> dict[
     model = {**replicated}
     states: dict[str, dict[str, object]] = {}
     for param in checkpoint.params:
-        for name in param.entry["names"]:
-            model[name] = _meta(checkpoint.dtype(param, "param"), param.shape)
-        states[param.name] = decode(param.states["scalars"])
-        for key in param.states["moments"]:
-            states[param.name][key] = _meta(checkpoint.dtype(param, key), param.shape)
+        values = _meta(checkpoint.dtype(param, "param"), param.shape)
+        model |= dict.fromkeys(param.entry["names"], values)
+        moments = {key: _meta(checkpoint.dtype(param, key), param.shape)
+                   for key in param.states["moments"]}
+        states[param.name] = {
+            **decode(param.states["scalars"]),
+            **moments}
     states = {name: known for name, known in states.items() if known}
     state: dict[str, object] = {"model": model}
     if groups := _dcp_groups(checkpoint, [*states]):
