@@ -142,10 +142,9 @@ def gpt_layers(config: GPTConfig) -> list[nn.Module]:
     embedding = Embedding(config)
     head = Head(config)
     layers = [embedding, *blocks, head]
-    for layer in layers:
-        for param in layer.parameters():
-            if param.dim() == 2:
-                nn.init.xavier_uniform_(param)
+    for param in nn.Sequential(*layers).parameters():
+        if param.dim() == 2:
+            nn.init.xavier_uniform_(param)
     with torch.no_grad():
         for block in blocks:
             for branch in (block.layer.self_attn.output, block.layer.feed_forward.layer2):
