@@ -474,7 +474,7 @@ class Zero3Optimizer(Stepper):
         super().add_param_group(param_group)
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
+    def _step_supports_amp_scaling(self) -> None:
         """
         #### torch's `GradScaler` asks for this. It cannot scale for this optimizer
 
@@ -483,7 +483,6 @@ class Zero3Optimizer(Stepper):
         self.expect(False, "cannot step", "its own loss scale", "torch's GradScaler",
                     "pass `loss_scale=\"dynamic\"`, and call `optimizer.backward(loss)` and "
                     "`optimizer.step()` in place of the scaler's methods")
-        return False
 
     # ------------------------------------------------------------------------------------ backward
 
