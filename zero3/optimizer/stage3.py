@@ -105,7 +105,6 @@ from zero3.optimizer.whole import (
 )
 from zero3.sharded import ShardedModel, Trained, comm_of
 
-_FIRST_SCALE = 65536.0
 # The state of a loss scale.
 SCALE_STATE = ("loss_scale", "good_steps", "skipped_steps")
 
@@ -179,7 +178,7 @@ class Zero3Optimizer(Stepper):
         self.scale_floor = scale_floor
         self.loss_scale: Any = loss_scale if self.scaled else 1.0
         if self.dynamic:
-            self.loss_scale = max(_FIRST_SCALE, scale_floor)
+            self.loss_scale = max(65536.0, scale_floor)
         # Whether `backward` was called since the last step or `zero_grad()`.
         self.has_scaled = False
         self.good_steps = 0

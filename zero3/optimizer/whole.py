@@ -81,8 +81,6 @@ Options = dict[str, object]
 GroupBy = Callable[[str, nn.Parameter], Options]
 KNOWN_LOOKS = ("element", "parameter")
 STEPS_EACH = "one that steps each parameter by itself, with a dense gradient"
-_CURE = ("give this optimizer the hidden matrices alone, and the rest to another one: "
-         "`Zero3Optimizer(model, torch.optim.AdamW, group_by=Matrices(plain))`")
 
 
 class Owners:
@@ -146,7 +144,9 @@ class Owners:
             except (TypeError, ValueError) as error:
                 self.stepper.expect(False, f"cannot step `{whole.name}`", "parameters and options "
                                     f"that {class_name(options['optimizer'])} takes", f"{error}",
-                                    _CURE)
+                                    "give this optimizer the hidden matrices alone, and the rest "
+                                    "to another one: `Zero3Optimizer(model, torch.optim.AdamW, "
+                                    "group_by=Matrices(plain))`")
         for options in groups.values():
             looks = looks_at(partial(_optimizer_of, options), {}, self.stepper.device)
             self.stepper.expect(looks in KNOWN_LOOKS, "cannot use this class", STEPS_EACH,
