@@ -852,14 +852,13 @@ class Zero3Optimizer(Stepper):
         masters = []
         known: dict[torch.Tensor, dict[str, Any]] = {}
         for states in self.shard_states:
-            in_buffer = states.in_file is not None
+            # The next shard gets the buffer of one that rests in a file.
+            keep = torch.clone if states.in_file is not None else torch.detach
             with states.in_memory(self.state, write=False) as here:
-                masters.append(_kept(whole_of([each.master
-                                               for each in here]), in_buffer))
+                masters.append(keep(whole_of([each.master for each in here])))
                 for piece in states.pieces:
-                    known[piece.param] = {
-                        key: _kept(value, in_buffer)
-                        for key, value in self.state.get(piece.param, {}).items()}
+                    known[piece.param] = pytree.tree_map_only(
+                        torch.Tensor, keep, self.state.get(piece.param, {}))
         found = self.inner.state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         # In the order of the params, whichever of them was stepped first.
@@ -1015,10 +1014,3 @@ def plain_names(model: nn.Module) -> dict[nn.Module, list[str]]:
         for prefix, layer in owner.named_layers():
             found.setdefault(layer, [f"{found[owner][0]}.{prefix}".strip(".")])
     return found
-
-
-def _kept(value: Any, in_buffer: bool) -> Any:
-    """
-    #### A state that stays valid: a copy, if it is in a buffer that the next shard will get
-    """
-    return value.clone() if in_buffer and isinstance(value, torch.Tensor) else value
