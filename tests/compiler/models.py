@@ -288,7 +288,7 @@ class Fake:
         assert self.gathered, f"{self.name} is not gathered"
         return self.whole
 
-    def release(self):
+    def _cleanup_params(self):
         self.whole[0].fill_(torch.nan)
         self.whole, self.gathered = None, False
 

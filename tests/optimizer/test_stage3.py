@@ -1361,6 +1361,19 @@ def test_zero_grad_forgets_that_a_loss_was_scaled():
     assert optimizer.step() == pytest.approx(6**0.5)
 
 
+def test_a_scaled_loss_can_go_backward_twice():
+    """
+    Breaks where the options of `Tensor.backward` are dropped, as Accelerate passes them on.
+    Proves `Zero3Optimizer.backward`.
+    """
+    layer = Zero3Layer(nn.Linear(2, 2))
+    optimizer = Zero3Optimizer(layer, loss_scale=1024.0)
+    loss = layer(torch.ones(1, 2)).sum()
+    optimizer.backward(loss, retain_graph=True)
+    optimizer.backward(loss)
+    assert optimizer.step() == pytest.approx(2 * 6**0.5)
+
+
 @pytest.mark.parametrize("loss_scale, after", [(None, 1.0), (8.0, 8.0), ("dynamic", 131072.0)])
 def test_only_a_dynamic_scale_grows(loss_scale, after):
     """

@@ -160,7 +160,7 @@ class Accelerator(accelerate.Accelerator):
         check(len(scaled) == 1, "the Accelerator cannot tell whose loss this is",
               "one optimizer with a loss scale", len(scaled),
               "call `optimizer.optimizer.backward(loss)` of the one that it is for")
-        scaled[0].backward(loss / self.gradient_accumulation_steps)
+        scaled[0].backward(loss / self.gradient_accumulation_steps, **kwargs)
 
     def _scaled(self) -> list[Zero3Optimizer]:
         """
@@ -275,7 +275,9 @@ class Accelerator(accelerate.Accelerator):
             # `free_memory` does not know of these.
             self._pairs = {}
 
-    def _save_shards(self, models: list, weights: list, folder: str) -> None:
+    def _save_shards(self, models: list,
+                     weights: list,
+                     folder: str) -> None:
         """
         #### A hook: save the shards, beside what accelerate saves
         """

@@ -97,7 +97,9 @@ def save_dcp(folder: str | Path,
         dcp.save(state, storage_writer=writer, planner=planner)
 
 
-def _check(entries: Entries, folder: Path, extra: dict[str, object]) -> None:
+def _check(entries: Entries,
+           folder: Path,
+           extra: dict[str, object]) -> None:
     """
     #### Refuse what cannot be written
     """

@@ -176,7 +176,10 @@ class Saving:
     ## A checkpoint that is being written
     """
 
-    def __init__(self, entries: Entries, folder: Path, step: int, keep: int):
+    def __init__(self, entries: Entries,
+                 folder: Path,
+                 step: int,
+                 keep: int):
         self.entries = entries
         self.folder = folder
         self.step = step

@@ -173,7 +173,9 @@ def on_copies(change: Change) -> Change:
     return change_copies  # type: ignore[return-value]
 
 
-def insert_before(place: fx.Node, target: Callable, *args: Any) -> fx.Node:
+def insert_before(place: fx.Node,
+                  target: Callable,
+                  *args: Any) -> fx.Node:
     """
     ## Insert an operation before another one
     """
@@ -181,7 +183,9 @@ def insert_before(place: fx.Node, target: Callable, *args: Any) -> fx.Node:
         return place.graph.call_function(target, args)
 
 
-def insert_after(place: fx.Node, target: Callable, *args: Any) -> fx.Node:
+def insert_after(place: fx.Node,
+                 target: Callable,
+                 *args: Any) -> fx.Node:
     """
     ## Insert an operation after another one
     """

@@ -140,7 +140,10 @@ def graphs_of(known: dict[int, Place], lower: Callable[[], Any], engine: Any,
     end = getattr(traced, "compile_subgraph_reason", None)
     graphs = Graphs(number, end.reason if end is not None and end.graph_break else "")
 
-    def partition(joint: fx.GraphModule, *args: Any, num_fwd_outputs: int, **kwargs: Any):
+    def partition(joint: fx.GraphModule,
+                  *args: Any,
+                  num_fwd_outputs: int,
+                  **kwargs: Any):
         forward, backward = engine.partition(
             joint, *args, num_fwd_outputs=num_fwd_outputs, **kwargs)
         save_no_parameters(forward.graph, backward.graph, places)

@@ -111,7 +111,9 @@ class Layout:
         return self.ranks * self.groups
 
 
-def row_bytes(encoding: Encoding | None, numel: int, element_bytes: int) -> int:
+def row_bytes(encoding: Encoding | None,
+              numel: int,
+              element_bytes: int) -> int:
     """
     ## Bytes of a shard, or of its gradient, on its way to another rank
     """

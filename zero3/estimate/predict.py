@@ -318,7 +318,9 @@ class _Shard:
         # Of the shard's file, if it has one, as a layer reads it.
         self.file_bytes = whole_blocks(self.row_bytes) if self.tier == "nvme" else 0
 
-    def place_states(self, moments: int, states_in: Offload, one_memory: bool) -> None:
+    def place_states(self, moments: int,
+                     states_in: Offload,
+                     one_memory: bool) -> None:
         """
         #### Choose a tier for the states of a shard that trains
 
@@ -406,7 +408,9 @@ class Step:
             self.reduce(self.waiting)
         self.finish_reduce()
 
-    def compute(self, layer: StepLayer, backward: bool, reduces: bool) -> None:
+    def compute(self, layer: StepLayer,
+                backward: bool,
+                reduces: bool) -> None:
         """
         #### Free a layer after it has computed, and put its gradient into a bucket
         """

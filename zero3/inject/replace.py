@@ -255,7 +255,9 @@ def _problem(module: nn.Module, policy: Policy) -> str:
     return policy.new_class(kind).problem(module)
 
 
-def become(module: nn.Module, by: type[Replacement], **options: Any) -> None:
+def become(module: nn.Module,
+           by: type[Replacement],
+           **options: Any) -> None:
     """
     ## Put a replacement in front of the class of a module that no policy names
 

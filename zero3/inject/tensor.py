@@ -328,7 +328,9 @@ class SharedConvolution(Weights):
         return self._conv_forward(x, weight, bias)
 
 
-def _taken(part: WeightPart, dim: int, whole: torch.Tensor) -> torch.Tensor:
+def _taken(part: WeightPart,
+           dim: int,
+           whole: torch.Tensor) -> torch.Tensor:
     """
     #### This rank's part of a weight that is split along a dimension
     """

@@ -485,11 +485,12 @@ class Zero3Optimizer(Stepper):
 
     # ------------------------------------------------------------------------------------ backward
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: bool) -> None:
         """
         ### Backward pass of the scaled loss
 
         * `loss` is a scalar, the mean over this rank's rows, computed in fp32
+        * `kwargs` are those of `Tensor.backward`, such as `retain_graph`
 
         All ranks call it. If $k$ micro-batches form one batch, pass `loss / k` for each. Gradients
         add up until `zero_grad()`. Keeps I7 (micro-batches). Raises `RuntimeError` if the loss is
@@ -500,7 +501,7 @@ class Zero3Optimizer(Stepper):
                     "call `.float()` on the tensor that it is computed from")
         if self.scaled:
             loss = loss * self.loss_scale
-        loss.backward()
+        loss.backward(**kwargs)
         self.has_scaled = True
 
     @contextmanager

@@ -370,7 +370,9 @@ class ShardStates:
         for gone in old - {piece.param for piece in self.pieces}:
             state.pop(gone, None)
 
-    def _piece(self, portion: "Portion", where: slice, state: State) -> Piece:
+    def _piece(self, portion: "Portion",
+               where: slice,
+               state: State) -> Piece:
         """
         #### An old piece, a part of one with its states, or a new one
         """

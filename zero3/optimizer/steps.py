@@ -29,7 +29,9 @@ before_steps: WeakKeyDictionary[Any, Hear] = WeakKeyDictionary()
 after_steps: WeakKeyDictionary[Any, Hear] = WeakKeyDictionary()
 
 
-def tell(followers: WeakKeyDictionary[Any, Hear], optimizer: Optimizer, *_: object) -> None:
+def tell(followers: WeakKeyDictionary[Any, Hear],
+         optimizer: Optimizer,
+         *_: object) -> None:
     """
     ## Tell all followers of a step
     """

@@ -299,7 +299,9 @@ class Pipeline(ShardedModel):
 
     # ------------------------------------------------------------------------------------ a batch
 
-    def train_batch(self, x: Tree, y: Tree, optimizer: Zero3Optimizer) -> float:
+    def train_batch(self, x: Tree,
+                    y: Tree,
+                    optimizer: Zero3Optimizer) -> float:
         """
         ### Forward and backward of all micro-batches
 

@@ -262,7 +262,9 @@ def _runs(passes: list[Action], gathers: str) -> list[tuple[int, int]]:
     return [(run[0], run[-1]) for run in runs]
 
 
-def _with_transfers(action: Action, ranks: int, stages: int) -> Iterator[Action]:
+def _with_transfers(action: Action,
+                    ranks: int,
+                    stages: int) -> Iterator[Action]:
     """
     #### A pass; before it receive what it needs, and after it send what it has made
     """

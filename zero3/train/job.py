@@ -309,7 +309,9 @@ def is_predicted(args: argparse.Namespace) -> bool:
                 or args.optimizer == "muon")
 
 
-def check_memory(config: gpt.GPTConfig, args: argparse.Namespace, ranks: Ranks) -> None:
+def check_memory(config: gpt.GPTConfig,
+                 args: argparse.Namespace,
+                 ranks: Ranks) -> None:
     """
     ## Refuse a model or a batch that does not fit into memory, before anything is built
 

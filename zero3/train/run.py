@@ -140,7 +140,9 @@ class Ranks:
         return things
 
 
-def fresh_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+def fresh_store(rank: int,
+                world_size: int,
+                timeout_s: float) -> dist.Store:
     """
     ## A store without the keys of an earlier attempt
 
@@ -228,7 +230,9 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-def tell_failure(error: Exception, ranks: Ranks, store: dist.Store) -> int:
+def tell_failure(error: Exception,
+                 ranks: Ranks,
+                 store: dist.Store) -> int:
     """
     ## Print an error, the cause first
 
