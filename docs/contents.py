@@ -164,7 +164,6 @@ FURTHER = (
         ("zero3/offload/copies.py", "copies of activations, in pinned memory and in files"),
         ("zero3/offload/tensors.py", "safetensors files, written tensor by tensor"),
         ("zero3/offload/memory.py", "pinned CPU memory"),
-        ("zero3/offload/__main__.py", "its command line"),
         ("notebooks/05_offload.ipynb", "How much do CPU memory and files save, and cost?")),
     chapter(
         "Whole models",
