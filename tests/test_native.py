@@ -264,7 +264,7 @@ def has_no_parameters():
 def test_a_layer_without_parameters_is_where_its_group_can_send():
     """
     To move it to the GPU changes nothing.
-    Proves `check_params`.
+    Proves `check_params`, `Group.place_of`.
     """
     assert run(has_no_parameters, 2) == ["cuda:0", "cuda:0"]
 

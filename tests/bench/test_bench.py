@@ -142,7 +142,7 @@ def test_the_benchmark_of_checkpoints_writes_as_many_bytes_plainly(tmp_path, cap
 def test_the_benchmark_of_the_disk_asks_fio_for_the_same(tmp_path):
     """
     Ratios of what each got from the same disk, in the same round. It says nothing of speed here.
-    Proves `bench.measure`, `File.move`.
+    Proves `File.move`.
     """
     if shutil.which("fio") is None:
         pytest.skip("needs fio")

@@ -85,7 +85,7 @@ def test_a_figure_of_the_disk_is_told_at_once_and_no_file_stays(tmp_path, monkey
     """
     None of the figures waits for the others. Breaks where a way is measured in all rounds before
     the next one has its turn.
-    Proves `show` of the benchmark.
+    Proves `File`.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(disk, "WAYS", disk.WAYS[:2])

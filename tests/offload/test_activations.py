@@ -1132,7 +1132,7 @@ def test_after_an_exception_in_a_layer_the_next_step_is_the_same(tmp_path):
 def test_files_are_used_again_if_they_are_large_enough(tmp_path):
     """
     Four calls leave, so there are four files, as large as the largest batch so far needs.
-    Proves `Shelves`, `Shelves.__init__`, `Offload.buffers_for`, `Shelves.take`, `Shelf.__init__`,
+    Proves `Shelves`, `Shelves.__init__`, `Offload.buffers_for`, `Shelves.take`, `Shelf`,
     `Offload.disk_bytes`, `Buffers.make_file`.
     """
     model = chain(to_files(tmp_path))

@@ -1042,7 +1042,7 @@ def test_what_the_cache_gave_is_not_reported_as_the_disks(direct, tmp_path):
     """
     Memory that looks like a disk has no speed here. On a disk there is a figure, and the system
     says that all the bytes came from it.
-    Proves `bench.measure`, `Speed`, `_disk_bytes`.
+    Proves `File.move`, `File.cool`.
     """
     if Path("/dev/shm").is_dir():
         speed = measure(Path("/dev/shm"), 8 << 20, direct, 1 << 20, 2)
@@ -1084,7 +1084,7 @@ def test_the_benchmark_prints_a_table(tmp_path):
     """
     Twelve ways of asking, six of each kind, each told as soon as it was measured. A folder that is
     not there is one line and no traceback.
-    Proves `bench.main`, `bench.show`.
+    Proves `command_line.folder`.
     """
     command = [sys.executable, "-m", "tests.bench.disk", "--folder", str(tmp_path), "--mib", "64",
                "--rounds", "1"]

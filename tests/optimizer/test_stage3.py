@@ -990,7 +990,8 @@ def test_a_loaded_scale_is_not_below_the_floor(tmp_path):
     """
     And a run that had no scale leaves the first scale of this one. Breaks where its 1 is taken for
     a scale, or where a lower one than the floor is taken over.
-    Proves `Zero3Optimizer.load_state_dict`, `Zero3Optimizer.state_dict`, `Entries.options`,
+    Proves `Zero3Optimizer.scale_state`, `Zero3Optimizer.load_scale_state`,
+    `Zero3Optimizer.load_state_dict`, `Zero3Optimizer.state_dict`, `Entries.options`,
     `Entries._take_options`.
     """
     assert run(loads_scales, 1, tmp_path)[0] == [
