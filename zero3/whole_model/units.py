@@ -66,7 +66,6 @@ after `release_all()`.
 
 import weakref
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -673,13 +672,28 @@ class TracedOrder(Schedule):
     def _soon(self, upcoming: list[Unit]) -> list[Unit]:
         """
         #### The units that come soon: as many as `prefetch_numel` has room for
-
-        Each is followed by those whose parameters it uses. Units in use are left out.
         """
-        unused = dict.fromkeys(unit for user in upcoming
-                               for unit in (user, *user.externals)
-                               if not unit.holders)
-        # The elements of each unit and of those before it.
-        numels = accumulate(unit.numel for unit in unused)
-        return [unit for unit, numel in zip(unused, numels, strict=True)
-                if numel <= self.prefetch_numel]
+        return _first(_unused(upcoming), self.prefetch_numel)
+
+
+def _unused(upcoming: list[Unit]) -> Iterator[Unit]:
+    """
+    #### These units, each followed by those whose parameters it uses, but for those in use
+    """
+    return (unit for user in upcoming
+            for unit in (user, *user.externals)
+            if not unit.holders)
+
+
+def _first(units: Iterable[Unit], most_numel: int) -> list[Unit]:
+    """
+    #### The first ones of these units, which have at most so many elements together
+    """
+    found: dict[Unit, None] = {}
+    for unit in units:
+        if unit not in found:
+            most_numel -= unit.numel
+            if most_numel < 0:
+                break
+            found[unit] = None
+    return [*found]
