@@ -85,6 +85,8 @@ class Accelerator(accelerate.Accelerator):
         `torch.compile` of the whole model.
         """
         super().__init__(*args, **kwargs)
+        # The sharded models and their optimizers, while a state is saved or loaded.
+        self._pairs: dict[ShardedModel, torch.optim.Optimizer | None] = {}
         self.register_save_state_pre_hook(self._save_shards)
         self.register_load_state_pre_hook(self._load_shards)
         check(self.mixed_precision in ("no", "bf16"),
@@ -259,7 +261,6 @@ class Accelerator(accelerate.Accelerator):
         """
         models = self._models
         optimizers = self._optimizers
-        # The hooks save and load these.
         self._pairs = {model: self._optimizer_of(model) for model in models
                        if isinstance(model, ShardedModel)}
         plain = [each for each in optimizers if each.optimizer not in self._pairs.values()]

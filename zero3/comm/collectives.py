@@ -484,7 +484,9 @@ class Communicator(Peers):
         All ranks must call it. It waits.
         """
         part = full
-        for group in [group for group in self.sharers if group.size > 1]:
+        for group in self.sharers:
+            if group.size == 1:
+                continue
             parts = [bytes_of(each) for each in part.view(group.size, -1)]
             part = part.new_empty(len(part) // group.size)
             if len(part):

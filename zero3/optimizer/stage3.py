@@ -290,11 +290,12 @@ class Zero3Optimizer(Stepper):
         # All stages of a pipeline get the same param groups, so a scheduler sets the same learning
         # rates on all of them.
         mine = [param.options for of_flat in params.values() for param in of_flat]
-        every = [*chain(*self.comm.stages.gather(mine))]
+        every: list[dict[str, Any]] = []
+        for each in chain(*self.comm.stages.gather(mine)):
+            if each not in every:
+                every.append(each)
         # Groups that are stepped whole come last.
-        options = sorted(
-            (each for i, each in enumerate(every) if each not in every[:i]),
-            key=is_whole)
+        options = sorted(every, key=is_whole)
         self.shard_states = []
         for flat, layer in flats.items():
             # A name for errors: in a chain the label has the number of the layer already.
@@ -485,7 +486,7 @@ class Zero3Optimizer(Stepper):
 
     # ------------------------------------------------------------------------------------ backward
 
-    def backward(self, loss: torch.Tensor, **kwargs: bool) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """
         ### Backward pass of the scaled loss
 

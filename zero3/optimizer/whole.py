@@ -331,8 +331,8 @@ class Owners:
         # Together, or two ranks of NCCL could wait for each other. gloo starts messages one by one:
         # if the connection is gone, those that have started are known, and keep their memory.
         batches = [[op] for op in ops] if comm.by_messages else [ops] * bool(ops)
-        for batch in batches:
-            with transfer.starting(*(op.tensor for op in batch)) as works:
+        with transfer.starting(*(op.tensor for op in ops)) as works:
+            for batch in batches:
                 works += dist.batch_isend_irecv(batch)
         for rank, tensor in sends:
             both = Group((comm.global_rank, sharing.ranks[rank]), 0)
