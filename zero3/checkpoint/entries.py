@@ -167,7 +167,7 @@ class Entries(Named):
         self.device = layers[0].device
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups if optimizer else []
         self.state: State = optimizer.state if optimizer else {}
-        wrapped: Any = getattr(optimizer, "inner", optimizer)
+        wrapped = getattr(optimizer, "inner", optimizer)
         self.optimizer_class = type(wrapped).__name__
         self.owners = optimizer.owners if isinstance(optimizer, Zero3Optimizer) else None
         # The optimizers of the param groups that are stepped whole.
