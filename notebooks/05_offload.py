@@ -237,16 +237,16 @@ fig, ax = plt.subplots(figsize=(10, 3.6), layout="constrained")
 labels = sorted(number, key=number.get)
 for label, what, first, last in report.spans(events):
     if label in number:
-        color, height, below = report.STYLES[what]
+        color, height, below, _ = report.STYLES[what]
         ax.barh(number[label] + below, last - first, left=first, height=height, color=color,
                 zorder=2 + [*report.STYLES].index(what))
 for phase in ("forward", "backward", "step"):
     at = [i for i, e in enumerate(events) if e.phase == phase]
     ax.axvspan(at[0], at[-1] + 1, color=report.SHADES[phase], zorder=0)
     ax.text((at[0] + at[-1]) / 2, -1, phase, ha="center", fontsize=9)
-handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color, *_ in report.STYLES.values()]
-ax.legend(handles, report.LEGEND, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8,
-          frameon=False)
+handles = [plt.Rectangle((0, 0), 1, 1, color=color, label=text)
+           for color, _, _, text in report.STYLES.values()]
+ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
 ax.set_title(f"rank 0 of {N}, {reference['device']}: eight layers and their states in files",
              fontsize=9, loc="left", pad=18)
 ax.set(xlabel="events of the last step, in order", yticks=range(8),

@@ -178,7 +178,7 @@ for step, ax in enumerate(axes):
     label = {e.layer: name_of(e) for e in events}
     for layer, what, begin, end in report.spans(events):
         if label.get(layer) in rows and what in ("full", "computing"):
-            color, height, _ = report.STYLES[what]
+            color, height, *_ = report.STYLES[what]
             ax.barh(rows.index(label[layer]), end - begin, left=begin, height=height, color=color,
                     zorder=2 + (what == "computing"))
     turn = next(i for i, e in enumerate(events) if e.phase == "backward")

@@ -84,7 +84,7 @@ def train(sparsity, bits, watched=False):
     gathers = sum(e.sent_bytes for e in tape.events if e.event == "fetch")
     methods = compression.methods(Pruned) if compression else ()
     found = {"zeros": zeros, "counts": counts, "gathers": gathers,
-             "thresholds": [method.threshold for method in methods]}
+             "thresholds": [int(method.state[1]) for method in methods]}
     fresh = make_layers()
     if chosen:
         compress(fresh, chosen)
