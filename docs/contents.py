@@ -208,7 +208,6 @@ FURTHER = (
         ("zero3/estimate/formulas.py", "the papers' formulas"),
         ("zero3/estimate/saved.py", "what autograd saves, and how much of it leaves"),
         ("zero3/estimate/between.py", "which layout sends the fewest bytes"),
-        ("zero3/estimate/splitting.py", "what split layers keep and send"),
         ("zero3/estimate/__main__.py", "its command line")),
     chapter(
         "Pipelines",

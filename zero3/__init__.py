@@ -50,7 +50,6 @@ of the book (`docs/`).
 | more | `estimate/formulas.py` | the papers' formulas |
 | more | `estimate/saved.py` | what autograd saves, and how much of it leaves |
 | more | `estimate/between.py` | which layout sends the fewest bytes |
-| more | `estimate/splitting.py` | what split layers keep and send |
 | more | `pipeline/schedules.py` | a pipeline's step as a list of actions |
 | more | `pipeline/timeline.py` | what a schedule costs, before it runs |
 | more | `pipeline/stages.py` | stages: layers that stay whole for longer |

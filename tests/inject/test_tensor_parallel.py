@@ -40,9 +40,9 @@ from zero3.comm.mesh import groups_of
 from zero3.comm.order import Group
 from zero3.comm.parts import WeightPart, part_of
 from zero3.compression import Quantize, compress
+from zero3.estimate.formulas import LayerSpec, Part
 from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import predict, predict_optimizer
-from zero3.estimate.splitting import Transformer
 from zero3.inject import inject, policies, restore
 from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.inject.line import Line
@@ -289,6 +289,23 @@ def test_ranks_with_some_of_the_positions_train_the_weights_of_the_plain_model(w
         assert worst < 1, worst
 
 
+def activation_bytes(t, rows, length, stream_numel=0):
+    """
+    What each of `t` ranks sends of two layers, an embedding and a head in fp64, by the formulas.
+
+    `stream_numel` are the weights of a stream that is split by positions.
+    """
+    all_reduce = 2 * (t - 1) * rows * length * WIDTH // t
+    # Shorter parts are padded to the longest.
+    half = (t - 1) * rows * -(-length // t) * WIDTH
+    logits = (t - 1) * rows * length * -(-TOKENS // t)
+    if not stream_numel:
+        return 8 * ((4 * 2 + 2) * all_reduce + logits)
+    # The embedding and the head have whole sequences in any case.
+    ends = 2 * half + 2 * (t - 1) * stream_numel // t
+    return 8 * (4 * 2 * 2 * half + 2 * all_reduce + ends + logits)
+
+
 def sequence_measured(length):
     """Bytes that a step sends and keeps, whole and by positions, beside the formulas."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=NAMES)
@@ -306,8 +323,9 @@ def sequence_measured(length):
         sent = sum(event.sent_bytes for event in tape.events if event.layer == "tensor ranks")
         found.append((sent, kept_bytes))
     whole, split = found
-    sizes = Transformer(2, WIDTH, 12, TOKENS)
-    more = [sizes.activation_bytes(t, *ids.shape, 8, sequence=each) for each in (False, True)]
+    # Two norms, and biases behind the two split parts, of each layer; and the final norm.
+    stream_numel = 2 * (4 + 2) * WIDTH + 2 * WIDTH
+    more = [activation_bytes(t, *ids.shape, numel) for numel in (0, stream_numel)]
     # Each norm keeps its input, a mean and a deviation.
     fewer = 8 * 5 * 3 * (length - (length * (dist.get_rank() + 1) // t
                                    - length * dist.get_rank() // t)) * (WIDTH + 2)
@@ -520,10 +538,9 @@ def test_tensor_ranks_draw_the_same_numbers_after_a_load_of_another_layout(tmp_p
 
 
 def measured(shape):
-    """Bytes that a chain keeps, and that its step sends, beside the estimate from sizes alone."""
+    """Bytes that a chain keeps, and that its step sends, beside the formulas of sizes alone."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
     t, n = shape
-    sizes = Transformer(2, WIDTH, 12, TOKENS, positions=LENGTH, gated=True, head_bias=True)
     layers = [Masked(TransformerLayer(
         d_model=WIDTH, self_attn=MultiHeadAttention(2, WIDTH, 0.0),
         feed_forward=FeedForward(WIDTH, 12, 0.0, nn.SiLU(), True),
@@ -540,9 +557,15 @@ def measured(shape):
             optimizer.step()
             optimizer.zero_grad()
     sent = sum(event.sent_bytes for event in tape.events if event.layer == "tensor ranks")
-    activations = sizes.activation_bytes(t, *ids.shape, 8)
+    activations = activation_bytes(t, *ids.shape)
     place = mesh["tensor"].get_local_rank()
-    found = predict(sizes.specs(t, place, 8), n, stage3=True)
+    tokens = TOKENS * (place + 1) // t - TOKENS * place // t
+    # Attention has four matrices, and a network with a gate three. Norms are whole, and so are the
+    # biases that are added after a sum.
+    split = 4 * WIDTH**2 + 3 * WIDTH * 12 + 3 * WIDTH + 2 * 12
+    numels = [(tokens + LENGTH) * WIDTH, *[split // t + 6 * WIDTH] * 2,
+              2 * WIDTH + tokens * (WIDTH + 1)]
+    found = predict([LayerSpec((Part(numel, 8, True),)) for numel in numels], n, stage3=True)
     shards = sum(shard.nbytes for shard in model.get_trainable_chunk())
     if t > 1:
         # It knows nothing of the activations that they exchange.
@@ -554,14 +577,12 @@ def measured(shape):
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (1, 2)])
-def test_a_step_sends_and_keeps_what_the_estimate_says(shape):
+def test_a_step_sends_and_keeps_what_the_formulas_say(shape):
     """
     Activations by the formula, and weights, gradients and norms as `predict` says for what a rank
     has, of the sizes alone: 13 tokens on two ranks are six and seven.
     Breaks if a sum is sent twice, or a part has another size.
-    Proves I4, `predict_optimizer`, `Line.all_reduce`, `Line.all_gather`, `connect`, `Transformer`,
-    `Transformer.specs`, `Transformer.activation_bytes`, `Transformer.whole_numel`,
-    `Transformer.split_numel`, `Transformer.norm_numel`.
+    Proves I4, `predict_optimizer`, `Line.all_reduce`, `Line.all_gather`, `connect`.
     """
     for measured_bytes, estimated in run(measured, shape[0] * shape[1], shape):
         assert measured_bytes == estimated

@@ -40,7 +40,13 @@ with $b$ bytes, on $t$ ranks, a rank sends in a layer's forward and backward
 $$\underbrace{2}_{f} \cdot 2\,\frac{t-1}{t}\,T d b \;+\;
 \underbrace{2}_{g} \cdot 2\,\frac{t-1}{t}\,T d b \;=\; 8\,\frac{t-1}{t}\,T d b$$
 
-bytes. That grows with the batch, so tensor parallelism is for fast links.
+bytes. The embedding has another $g$ and the head another $f$, and the logits of $V$ tokens travel
+once:
+
+$$4\,\frac{t-1}{t}\,T d b + (t-1)\,T \left\lceil \frac{V}{t} \right\rceil b$$
+
+All of it grows with the batch, so tensor parallelism is for fast links. ZeRO-3 on $t$ ranks sends
+$3 \frac{t-1}{t}$ of each weight instead, however many positions there are.
 
 **With ZeRO-3**: on a mesh ("tensor", "shard") each rank shards its own part of each weight over the
 ranks of "shard", which have the same part and other rows of the batch.
