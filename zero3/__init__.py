@@ -121,7 +121,8 @@ I1 holds with `Zero3Optimizer`, and with torch's optimizers on the shards as lon
 gets a gradient. A parameter without one gets zeros in the shard, and torch's optimizers then move
 it by weight decay and momentum.
 
-**Which chapters combine.** A "no" is an error with these words, before anything trains:
+**Which chapters combine.** A "no" is an error before anything trains, whose message has the words
+in the cell:
 
 | | `activations=` | `Offload` | `Links` | `compress` | policies | `tensor_parallel` | `Pipeline` |
 |---|---|---|---|---|---|---|---|
@@ -133,8 +134,8 @@ it by weight decay and momentum.
 | `Links` | yes | yes | | | | | |
 | `Offload` | yes | | | | | | |
 
-Elements are not pruned if `Links` encodes the weights. Policies are those of `inject`. Inject
-and compress in any order, then shard, and build the optimizer last.
+With `Links` that encode the weights, rules that prune single elements are an error. Policies are
+those of `inject`. Inject and compress in any order, then shard, and build the optimizer last.
 """
 
 import shutil
@@ -149,7 +150,7 @@ from zero3 import guards
 from zero3.comm import leaving as leaving
 from zero3.guards import moments
 
-# The heart calls the guards through `moments`. Of their other files it imports only `options`.
+# The training step calls the guards through `moments`, and can be read without them.
 moments.guards = guards
 
 __version__ = "0.1.0"

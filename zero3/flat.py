@@ -25,14 +25,16 @@ $$\text{all-gathers of data} = 1 \qquad
 parameters, and the tensors that autograd has saved for backward, still exist, without memory.
 When the same storage is filled again, all of them are valid again.
 
-torch counts the writes to a tensor in its `_version`, and autograd refuses a saved tensor whose
-count has changed. Gathering writes to the buffer in every step. After `param.data = view` the
-parameter has a count of its own. So autograd does not see a gather, and a write to the *parameter*
-can be told from a gather.
+torch counts the writes to a tensor in its `_version`. Views share the count, and autograd refuses a
+saved tensor whose count has changed. Gathering writes to the buffer in every step. After
+`param.data = view` the parameter shares the memory of the buffer, and has a count of its own. What
+autograd saves, such as `weight.t()`, has the parameter's count. So a gather changes no count that
+autograd looks at, and a write to the *parameter* does.
 
 Below, a parameter is *open* if it can be used, and *closed* if not. A closed one has another class,
 `FreedParameter`, on which every operation is an error with the parameter's name. If it is freed,
-its `_version` is higher by one, so that backward through it is an error, too.
+its count is raised by one, so that autograd refuses what it saved until the parameter is open
+again.
 
 **Run this**: `notebooks/03_one_layer.ipynb` follows one flat parameter through a step.
 
@@ -232,7 +234,7 @@ class FlatParameter:
 
         Autograd accepts the tensors that it saved in forward.
 
-        * `was_freed` is false if the layer has stayed full, and only hid them
+        * `was_freed` is false if the layer has stayed full, and its parameters were only closed
         """
         for slot in self.slots:
             slot.param.__class__ = guards.OpenParameter

@@ -33,7 +33,7 @@ lost.
 | place | memory | nobody uses it, because |
 |---|---|---|
 | `Zero3Layer` | the flat parameter | `_cleanup_params` has waited for the gather |
-| `Communicator.all_gather` | the same | it has no bytes, or all |
+| `Communicator.all_gather` | the same | it is empty; or it is whole, and is not resized |
 | `as_receive_buffer` | the same, for gradients | the layer's backward is over |
 | `add_reduced` | the same | the wait for the reduce has succeeded |
 | `Reducer.delivered` | a gradient in pinned memory | the host has waited for the copy |
@@ -72,8 +72,8 @@ class InFlight:
 
     def __init__(self) -> None:
         # Each `Transfer` or copy in flight, with the storages that it uses: the addresses of
-        # torch's objects, which stay the same when storages are resized. Weakly: a transfer that
-        # nobody refers to has no messages.
+        # torch's objects, which stay the same when storages are resized. Weakly: whoever starts a
+        # transfer keeps it until its wait, and after a failure `lost` does.
         self.users: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
         # Those that have failed. Other ranks may still wait for their messages, and send to them.
         self.lost: list[object] = []

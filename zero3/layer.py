@@ -4,8 +4,8 @@ r"""
 `Zero3Layer` keeps $\frac{1}{N}$ of a layer on each of $N$ ranks, and holds the whole layer only
 while that layer computes.
 
-This is `minimal.py` grown up: unshard, reshard, forward, backward and reduce have the same names,
-and work for real models. The small file lacks these things:
+This is `minimal.py` grown up: its methods have the same names here, and work for real models.
+`Chain` of the small file is `Zero3Sequential`. The small file lacks these things:
 
 | what | goes wrong in `minimal.py` | here |
 |---|---|---|
@@ -36,9 +36,11 @@ backward, reduce. Four methods call `_settle_at_end_of_backward`, which has auto
 when the pass ends; *end of backward* says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and headings give the
 standard terms. The parts of a layer are in `flat.py`, `watch.py`, `schedule.py`, `comm/` and
-`in_flight.py`. `Sharded`, the base class in `sharded.py`, has `flats` and `is_fetched`, and what
-users call outside the training step. `guards` refuse mistakes (see `guards/moments.py`). An "I2" in
-a docstring is an invariant that `zero3/__init__.py` lists.
+`in_flight.py`. `Sharded`, the base class in `sharded.py`, has `flats`, and what users call outside
+the training step. Two flags come from its own base class, `Guarded` in `guards/guarded.py`:
+`is_fetched`, from the start of a gather until the layer is freed, and `is_full_elsewhere`, inside
+`full_params()`. `guards` refuse mistakes (see `guards/moments.py`). An "I2" in a docstring is an
+invariant that `zero3/__init__.py` lists.
 
 **Run this**: `make train` trains a small transformer on two ranks, and compares the memory and the
 communication of each rank with these formulas.
@@ -75,8 +77,9 @@ class Zero3Layer(Sharded):
     ## Zero3 layer
 
     Wrap each layer of a model in one, and call it as you would call the layer. In a training step
-    it has the states of the table in `minimal.py`. On the CPU the freed flat parameter is the
-    receive buffer, and an accelerator needs none. Backward also waits for the gradients of inputs.
+    it has the states of the table in `minimal.py`, with two differences. The layer is freed in
+    backward only when the gradients of its inputs are there, too. And the gradients of other ranks
+    need no buffer of their own: on the CPU they arrive in the memory of the freed flat parameter.
     """
 
     def __init__(self, module: nn.Module, rank: int | None = None, world_size: int | None = None,
@@ -379,7 +382,8 @@ class Zero3Layer(Sharded):
         param.grad = None
         self.guard.before_grad(grad, slot.names[0])
         self._settle_at_end_of_backward()
-        # If the layer was full, `fetch_params` has not ended its reduce.
+        # A reduce of this layer may still be in flight: if the layer stayed full, `fetch_params`
+        # has not ended it.
         self.reducer.finish(self)
         if flat.grad is None:
             # (world_size * shard_numel,), device, of the data type that is reduced.
@@ -423,15 +427,17 @@ class Zero3Layer(Sharded):
         of the previous layer. All ranks must call this. A rank sends the other ranks' parts of the
         flat gradient, $(N-1)\lceil P_\ell/N \rceil$ elements.
         """
-        # Until they are opened, the guard would take the higher count of parameters for a write.
+        # A layer that was only prefetched has closed parameters, whose count of writes is one
+        # higher (see `flat.py`). The guard would take that for a write, so open them first.
         self._wait_params()
         self.guard.after_backward()
         self._release()
         self.watch.arrived.clear()
         flats = [flat for flat in self.flats if flat.grad is not None]
         pairs = [(flat.zero_missing(), flat.receive_buffer) for flat in flats]
-        # First the reduce before this one ends (see `comm/reducer.py`), because one is in flight
-        # at a time. The reducer of a `Zero3Optimizer` is a bucket: it sends small layers together.
+        # First the reduce before this one ends, or every layer could have a full gradient in memory
+        # at once (see `comm/reducer.py`). The reducer of a `Zero3Optimizer` is a bucket: it sends
+        # small layers together.
         if pairs and self.reducer.make_way(self, pairs):
             self.reducer.started([self], self.comm.reduce_scatter([self], pairs))
         if self.layer_idx == ALONE:
@@ -442,8 +448,9 @@ class Zero3Layer(Sharded):
         """
         ### Reduce the full gradients that a `no_sync()` has held back
 
-        `Zero3Optimizer.step` calls it. There are such gradients if the last micro-batch ran inside
-        `no_sync()` too, or did not reach this layer.
+        Inside `with optimizer.no_sync():` a backward pass keeps the full gradients, and sends
+        nothing. The next pass outside reduces them. `Zero3Optimizer.step` calls this for those that
+        are left: of a layer that the next pass has not reached, or if there was none.
         """
         self._backup_grads()
 
@@ -486,10 +493,11 @@ class Zero3Layer(Sharded):
 
         * `raised` says that the pass ended with an exception
 
-        Not every hook fires: some parameters were not used, some inputs got no gradient. So each
-        layer that backward has reached finishes here, in the order of backward, before `backward()`
-        returns. After an exception, gradients whose reduce has not started are dropped. Call
-        `zero_grad()` before you go on.
+        Most layers have finished, and nothing is left to do. But not every hook fires: some
+        parameters were not used, some inputs got no gradient, some layers were only prefetched. So
+        each layer that backward has reached or prefetched finishes here, in the order of backward,
+        before `backward()` returns. After an exception, a reduce in flight ends, and gradients
+        whose reduce has not started are dropped. Call `zero_grad()` before you go on.
         """
         self.watch.reset()
         if raised and self.comm.broken:
@@ -534,7 +542,8 @@ class Zero3Sequential(ShardedModel):
         for before, after in pairwise(sharded):
             before.next_layer.append(after)
             after.prev_layer.append(before)
-            # All layers share a reducer, because one reduce is in flight at a time.
+            # One reduce of the whole chain is in flight at a time, so its layers share a reducer.
+            # They share a communicator, too: an error in one layer stops the transfers of all.
             after.comm = before.comm
             after.reducer = before.reducer
         self.module_list: Any = nn.ModuleList(layers)
@@ -595,7 +604,7 @@ class Zero3Sequential(ShardedModel):
 # | gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | another tier; buckets |
 # | listener: `layer.listener` | nobody listens | `Ledger`, which records a run |
 # | saving: `layer.saving` | autograd keeps what it saves | CPU memory, or a file |
-# | guards: `guards`, `layer.guard` | no checks | errors in place of wrong numbers |
+# | guards: `guards`, `layer.guard` | moments to look | errors in place of wrong numbers |
 #
 # **Not covered, and what that costs**:
 #

@@ -161,7 +161,8 @@ class Zero3Layer(nn.Module):
         # autograd has saved the parameters, which are views of it, for backward.
         self.full.untyped_storage().resize_(self.full.nbytes)
         shard = self.file.load(self.full.device) if self.file else self.chunk.detach()
-        # Each shard ends in its part of the flat parameter. On the way gloo has another buffer.
+        # Each shard arrives in its part of the flat parameter. On its way it is in a buffer of
+        # gloo's, too.
         self.gather = dist.all_gather(list(self.full.chunk(self.world_size)), shard, async_op=True)
 
     def _wait_params(self) -> None:

@@ -6,11 +6,12 @@ parameters and the norm of its gradient. Read its subclass `Zero3Layer` first.
 
 Take the weights 1, 2, 3 on two ranks, whose shards have the gradients (3, 2) and (4, 0):
 
-| a user | without this file | here |
+| a user | gets in `minimal.py` | gets here |
 |---|---|---|
-| clips by the norm of the shards | 3.61 on one rank, 4 on the other | an error |
+| clips by the norm of the shards | 3.61 on one rank, 4 on the other | an error (guards) |
 | calls `model.clip_grad_norm_` | | $\sqrt{3.61^2 + 4^2} = 5.39$ on both ranks |
-| reads the weight | memory that is not there | an error that names `full_params()` |
+| reads the weight | memory that is not there | an error (guards) |
+| reads it in `with model.full_params():` | | the whole weight on both ranks |
 
 $$\lVert g \rVert = \sqrt{\sum_{r=0}^{N-1} \lVert g^{(r)} \rVert^2}$$
 
@@ -59,7 +60,7 @@ class Trained(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """
-        ### Drop the gradients of the shards, and the full ones that `no_sync` holds back
+        ### Drop the gradients of the shards, and the full ones that `optimizer.no_sync` holds back
         """
         super().zero_grad(set_to_none)
         for layer in self.modules():

@@ -32,8 +32,9 @@ the layer then finishes the rest.
 compute, forward and backward.
 
 **Not covered, and what that costs**: a tensor is found in tuples, lists, dicts and dataclasses, at
-any depth; when it leaves, as an attribute of a module; in other objects one level deep. Backward
-does not announce a tensor that leaves a layer by another way.
+any depth; when it leaves, as an attribute of a module; in other objects one level deep. A tensor
+that leaves a layer in another way has no hook. Backward through it reaches freed parameters, which
+is an error.
 """
 
 import dataclasses
@@ -59,8 +60,9 @@ class Call:
 
     versions: tuple[int, ...]  # how often each shard had been written to
     is_elsewhere: bool  # whether it was inside `full_params`
-    # For each input that needs a gradient: the tensor that the module got, how often it had been
-    # written to, and during the forward pass, what has computed the tensor that it is a view of.
+    # For each input that needs a gradient: the tensor that the module got, and its `_version` then.
+    # If it is a view that was made for the module, also the `grad_fn` of the caller's tensor, until
+    # the forward pass ends.
     inputs: list[tuple[weakref.ref[torch.Tensor], int, Any]] = dataclasses.field(
         default_factory=list)
     outputs: int = 0  # tensors that went out and need a gradient
@@ -132,8 +134,8 @@ class Watch:
                     handle = tensor.register_hook(partial(self._arrives, weakref.ref(call)))
                     weakref.finalize(call, handle.remove)
                 else:
-                    # This hook keeps the call for as long as the graph. An output's hook may not,
-                    # because a view that somebody writes to loses it.
+                    # This hook keeps the call for as long as the graph. A hook on an output would
+                    # not do: an output that is a view loses its hooks when somebody writes to it.
                     tensor.register_hook(partial(self._arrives, lambda: call))
         return value
 

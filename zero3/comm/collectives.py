@@ -4,8 +4,9 @@ r"""
 `Communicator` starts collectives between ranks, counts their bytes, and makes sure that all ranks
 start the same one. `Transfer` is a collective in flight.
 
-A training step has three kinds of communication. The table has the three weights of `minimal.py`
-and a zero of padding. Gradients are divided by the number of ranks already, so sums are means:
+A training step gathers and reduces, and an optimizer that clips exchanges norms. The table has the
+three weights of `minimal.py` and a zero of padding. Gradients are divided by the number of ranks
+already, so sums are means:
 
 | | collective | rank 0 has | rank 1 has | rank 0 gets | rank 1 gets |
 |---|---|---|---|---|---|
@@ -111,7 +112,8 @@ class Communicator(Peers):
         ### Join the ranks
         """
         super().__init__(groups, ranks)
-        # The groups that take part in a gather.
+        # The groups over which the shards of a layer are spread. `scatter` cuts a buffer once for
+        # each of them.
         self.sharers: tuple[Group, ...] = (self.group,)
         # Encodings and routes between nodes, if there are any (see `links.py`).
         self.links: Any = None
@@ -123,7 +125,7 @@ class Communicator(Peers):
         self.failed: int | None = None
         # The number of the model, on which the ranks agreed when they met to shard.
         self.met = 0
-        # Which gradients of its layers were there when the last reduce began.
+        # For each gradient of the layers of the last reduce: whether it was missing.
         self.ready: list[bool] = []
 
     # -------------------------------------------------------------------------------- collectives
@@ -144,7 +146,8 @@ class Communicator(Peers):
             fulls = [self._rows_to_fill(sender, *pair) for pair in pairs]
             transfer = self.begin([self.group], [sender], "gather", pairs)
             for rows, (_, shard) in zip(fulls, pairs, strict=True):
-                # Send a copy, so that a buffer that the shard was read into is free again.
+                # This rank's own row is filled by a copy, and sent from there. So a buffer that the
+                # shard was read into is free again.
                 mine = rows[self.rank]
                 mine.copy_(shard, non_blocking=True)
                 self.send(transfer, self.group, rows, mine, all_gather_single)
@@ -340,8 +343,8 @@ class Communicator(Peers):
 
         It sends 32 bytes to each other rank of these groups.
 
-        Raises `RuntimeError` after an earlier error, because the other ranks would take this for
-        an older message.
+        Raises `RuntimeError` after an earlier error. Some messages before this one were never sent
+        then, and the other ranks would take this one for them.
         """
         if self.broken and action != "fault":
             raise RuntimeError(self.broken)
@@ -349,8 +352,8 @@ class Communicator(Peers):
         of_stages = groups == [self.stages]
         numbers = [ALONE if of_stages else sender.layer_idx for sender in senders]
         if action == "reduce":
-            # A layer may have two gradients of one size. If ranks sent different ones, they would
-            # be added to each other.
+            # A layer may have two gradients of one size. If rank 0 has only the first, and rank 1
+            # only the second, the bytes are the same. So the checksum says which ones there are.
             self.ready = [flat.grad is None for s in senders for flat in getattr(s, "flats", ())]
         ready = self.ready if action in ("reduce", "exchange") else []
         # The checksum tells two buckets or gradients of one size apart, and the number two models.
