@@ -4,8 +4,9 @@ r"""
 `Zero3Layer` keeps $\frac{1}{N}$ of a layer on each of $N$ ranks, and holds the whole layer only
 while that layer computes.
 
-This is `minimal.py` grown up: its methods have the same names here, and work for real models.
-`Chain` of the small file is `Zero3Sequential`. The small file lacks these things:
+This is `minimal.py` grown up: the methods that unshard, reshard, go forward and backward and reduce
+have the same names, and work for real models. `Chain` of the small file is `Zero3Sequential`. The
+small file lacks these things:
 
 | what | goes wrong in `minimal.py` | here |
 |---|---|---|
@@ -604,7 +605,7 @@ class Zero3Sequential(ShardedModel):
 # | gradient sink: `layer.reducer`, `flat.sink` | the shard's `.grad` | another tier; buckets |
 # | listener: `layer.listener` | nobody listens | `Ledger`, which records a run |
 # | saving: `layer.saving` | autograd keeps what it saves | CPU memory, or a file |
-# | guards: `guards`, `layer.guard` | moments to look | errors in place of wrong numbers |
+# | guards: `guards`, `layer.guard` | says when to look | errors in place of wrong numbers |
 #
 # **Not covered, and what that costs**:
 #

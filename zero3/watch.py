@@ -33,8 +33,8 @@ compute, forward and backward.
 
 **Not covered, and what that costs**: a tensor is found in tuples, lists, dicts and dataclasses, at
 any depth; when it leaves, as an attribute of a module; in other objects one level deep. A tensor
-that leaves a layer in another way has no hook. Backward through it reaches freed parameters, which
-is an error.
+that leaves a layer in another way has no hook. If no other tensor has announced backward, it
+reaches freed parameters there, which is an error.
 """
 
 import dataclasses

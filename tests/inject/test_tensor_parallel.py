@@ -299,11 +299,10 @@ def activation_bytes(t, rows, length, stream_numel=0):
     # Shorter parts are padded to the longest.
     half = (t - 1) * rows * -(-length // t) * WIDTH
     logits = (t - 1) * rows * length * -(-TOKENS // t)
-    if not stream_numel:
-        return 8 * ((4 * 2 + 2) * all_reduce + logits)
+    inside = 2 * half if stream_numel else all_reduce
+    stream = 2 * half + 2 * (t - 1) * stream_numel // t if stream_numel else 0
     # The embedding and the head have whole sequences in any case.
-    ends = 2 * half + 2 * (t - 1) * stream_numel // t
-    return 8 * (4 * 2 * 2 * half + 2 * all_reduce + ends + logits)
+    return 8 * (2 * 4 * inside + 2 * all_reduce + stream + logits)
 
 
 def sequence_measured(length):
