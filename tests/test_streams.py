@@ -202,7 +202,8 @@ def test_pieces_on_their_way_to_owners_and_back_race_with_nothing(tier, tmp_path
 
 PLANTED_IN_OWNERS = {
     "the owner does not wait for the pieces": (Work, "wait", nothing),
-    "nobody waits for the new values": (Owners, "_land", lambda self: self.going.clear()),
+    "nobody waits for the new values": (
+        Owners, "_land", lambda self: self.trips["give back"].clear()),
 }
 
 

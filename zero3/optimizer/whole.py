@@ -59,9 +59,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -104,8 +103,8 @@ class Owners:
         self.wholes = {param: states
                        for states in stepper.shard_states for param in states.params
                        if is_whole(param.options) and param.shape.numel()}
-        self.coming: list[Trip] = []
-        self.going: list[Trip] = []
+        # Pieces on their way to the owners, "collect", and back, "give back".
+        self.trips: dict[str, list[Trip]] = defaultdict(list)
         if groups:
             self._check_groups(groups)
         owners = assign([cost(whole.shape)
@@ -186,21 +185,19 @@ class Owners:
             for wholes in in_rounds(stepped):
                 self._collect(wholes)
                 # The round before, while this one travels.
-                if len(self.coming) > 1:
-                    self._compute(self.coming[0], factor)
-            for trip in [*self.coming]:
-                self._compute(trip, factor)
+                if len(self.trips["collect"]) > 1:
+                    self._compute(factor)
+            while self.trips["collect"]:
+                self._compute(factor)
             self._land()
         finally:
-            self.coming.clear()
-            self.going.clear()
+            self.trips.clear()
 
     def _collect(self, wholes: list[Member]) -> None:
         """
         #### Start to send values and gradients to the owners
         """
         carried: list[Carried] = []
-        arriving: dict[Member, list[torch.Tensor]] = {}
         for whole in wholes:
             states = self.wholes[whole]
             numel = length(self._within(whole, self.comm.rank))
@@ -209,34 +206,28 @@ class Owners:
             with states.in_memory(self.stepper.state, write=False) as ((_, master, grad),):
                 mine = [each[whole.span][:numel].to(states.layer.device, copy=copies)
                         for each in (master, grad)]
-            # (numel,) each, device
-            arriving[whole] = [part.new_empty(whole.shape.numel()) for part in mine
-                               if whole in self.own]
-            carried += [(whole, part, at_owner)
-                        for part, at_owner in zip_longest(mine, arriving[whole])]
-        self._start("collect", carried, arriving)
+            # (numel,), device
+            carried += [(whole, part, part.new_empty(whole.shape.numel())
+                         if whole in self.own else None) for part in mine]
+        self._start("collect", carried)
 
-    def _compute(self, trip: Trip, factor: float) -> None:
+    def _compute(self, factor: float) -> None:
         """
-        #### Step the parameters that have arrived, and start to send the new values back
+        #### Step the parameters of the first round, and start to send the new values back
+
+        They go into the memory that the old ones came from, often the master itself.
         """
+        trip = self.trips["collect"].pop(0)
         trip.transfer.wait()
-        for whole, tensors in trip.tensors.items():
-            if tensors:
-                # The gradient is used up.
-                self._step_one(whole, tensors[0], tensors.pop(), factor)
-        self.coming.remove(trip)
+        back: list[Carried] = []
+        # Of each parameter the values, and then the gradient.
+        for (whole, mine, values), (_, _, grad) in zip(
+                trip.carried[::2], trip.carried[1::2], strict=True):
+            if values is not None and grad is not None:
+                self._step_one(whole, values, grad, factor)
+            back.append((whole, mine, values))
         self._land()
-        carried: list[Carried] = []
-        for whole, values in trip.tensors.items():
-            states = self.wholes[whole]
-            where = self._within(whole, self.comm.rank)
-            # (the elements of this rank,), device
-            piece = values[0][where] if values else torch.empty(
-                length(where), dtype=states.master_dtype, device=states.layer.device)
-            carried.append((whole, piece, values[0] if values else None))
-        self._start("give back", carried, {whole: [piece]
-                                           for whole, piece, _ in carried})
+        self._start("give back", back)
 
     def _step_one(self, whole: Member,
                   values: torch.Tensor,
@@ -273,16 +264,15 @@ class Owners:
         """
         #### Put values that have come back into the masters
         """
-        while self.going:
-            trip = self.going.pop()
+        while self.trips["give back"]:
+            trip = self.trips["give back"].pop()
             trip.transfer.wait()
-            for whole, (piece,) in trip.tensors.items():
-                if not len(piece):
-                    continue
+            for whole, piece, _ in trip.carried:
                 states = self.wholes[whole]
                 in_file = states.in_file is not None
-                with states.in_memory(self.stepper.state, write=in_file) as ((_, master, _),):
-                    master[whole.span][: len(piece)] = piece.to(master.device)
+                if len(piece):
+                    with states.in_memory(self.stepper.state, write=in_file) as ((_, master, _),):
+                        master[whole.span][: len(piece)] = piece.to(master.device)
 
     def _within(self, whole: Member, rank: int) -> slice:
         """
@@ -292,12 +282,11 @@ class Owners:
         shard = slice(rank * numel, (rank + 1) * numel)
         return inside(slice(whole.slot.offset, whole.slot.end), shard)
 
-    def _start(self, event: str, carried: list[Carried],
-               tensors: dict[Member, list[torch.Tensor]]) -> None:
+    def _start(self, event: str, carried: list[Carried]) -> None:
         """
         #### Start to send pieces to the owners, or back
 
-        * `event` is "collect" or "give back", and `tensors` are those of the `Trip`
+        * `event` is "collect" or "give back"
 
         All ranks call it. Two ranks list what they exchange in the same order.
         """
@@ -338,8 +327,7 @@ class Owners:
             both = Group((comm.global_rank, sharing.ranks[rank]), 0)
             transfer.count(both, tensor.nbytes, in_ring=False)
         transfer.done.record()
-        trips = self.coming if event == "collect" else self.going
-        trips.append(Trip(transfer, tensors))
+        self.trips[event].append(Trip(transfer, carried))
         self.stepper.listener.record(self.stepper, event, nbytes, transfer)
 
     # ---------------------------------------------------------------------------------- bookkeeping
@@ -418,8 +406,8 @@ class Owners:
             found.update({piece.param: Spread(moments, others)
                           for piece in states.pieces
                           if piece.where == whole.span})
-        self._start("give back", carried, {})
-        self.going.pop().transfer.wait()
+        self._start("give back", carried)
+        self.trips["give back"].pop().transfer.wait()
         return found
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
@@ -428,8 +416,7 @@ class Owners:
         """
         states = [[*inner.state.values()]
                   for inner in self.inner.values()]
-        trips = [[trip.transfer.buffers, [*trip.tensors.values()]]
-                 for trip in (*self.coming, *self.going)]
+        trips = [(trip.transfer.buffers, trip.carried) for trip in chain(*self.trips.values())]
         yield from (each for each in pytree.tree_leaves([states, trips])
                     if isinstance(each, torch.Tensor))
 
@@ -437,15 +424,17 @@ class Owners:
 # ----------------------------------------------------------------------------------------- records
 
 
-@dataclass(eq=False)
-class Trip:
+# A parameter, this rank's piece of something that has its shape, and on the owner all of it.
+Carried = tuple[Member, torch.Tensor, torch.Tensor | None]
+
+
+class Trip(NamedTuple):
     """
     ## Parameters on their way to their owners, or back
     """
 
     transfer: Transfer
-    # On the owner values and gradient, `(numel,)` each. On the way back, this rank's new values.
-    tensors: dict[Member, list[torch.Tensor]]
+    carried: list[Carried]  # values and gradient of each parameter; on the way back its new values
 
 
 class Spread(NamedTuple):
@@ -455,10 +444,6 @@ class Spread(NamedTuple):
 
     moments: dict[str, torch.Tensor]  # for each the elements of the rank's piece, `(n,)`
     others: dict[str, object]  # the count of steps, for instance, or a number for each row
-
-
-# A parameter, this rank's piece of something that has its shape, and on the owner all of it.
-Carried = tuple[Member, torch.Tensor, torch.Tensor | None]
 
 
 class Stepper(torch.optim.Optimizer, Named):
