@@ -240,21 +240,17 @@ class Owners:
         """
         param = self.own[whole]
         inner = self.inner[whole.group_index]
-        group = inner.param_groups[0]
-        pieces = group["params"]
-        wide = grad.to(values.dtype).mul_(factor)
         device = self.stepper.device
         param.data = values.to(device).view(whole.shape)
-        param.grad = wide.to(device).view(whole.shape)
-        group["params"] = [param]
+        param.grad = grad.to(values.dtype).mul_(factor).to(device).view(whole.shape)
+        # `Zero3Optimizer` gives the group its pieces back after the step.
+        inner.param_groups[0]["params"] = [param]
         try:
             self.calls[whole.group_index]()
         except Exception as error:
             self.comm.fail(self.stepper, f"cannot step `{whole.name}`",
                            f"a step of {type(inner).__name__}", f"{type(error).__name__}: {error}",
                            "look at this error, and start again: others have been stepped")
-        finally:
-            group["params"] = pieces
         # Another device has a copy of the values.
         values.copy_(param.data.view(-1))
         param.grad = None
