@@ -127,10 +127,6 @@ class Owners:
         """
         known = {index for theirs in self.comm.stages.gather(
             [whole.group_index for whole in self.wholes]) for index in theirs}
-        for index, options in groups.items():
-            self.stepper.expect(index in known, "would leave an optimizer without work",
-                                "a parameter with elements", f"none for {options}",
-                                "correct `group_by`, or leave this group out")
         for whole, states in self.wholes.items():
             options = groups[whole.group_index]
             self.stepper.expect(
@@ -146,7 +142,10 @@ class Owners:
                                     "give this optimizer the hidden matrices alone, and the rest "
                                     "to another one: `Zero3Optimizer(model, torch.optim.AdamW, "
                                     "group_by=Matrices(plain))`")
-        for options in groups.values():
+        for index, options in groups.items():
+            self.stepper.expect(index in known, "would leave an optimizer without work",
+                                "a parameter with elements", f"none for {options}",
+                                "correct `group_by`, or leave this group out")
             looks = looks_at(partial(_optimizer_of, options), {}, self.stepper.device)
             self.stepper.expect(looks in KNOWN_LOOKS, "cannot use this class", STEPS_EACH,
                                 f"{class_name(options['optimizer'])}: {looks}",
@@ -156,8 +155,8 @@ class Owners:
         """
         #### A parameter of this shape, with one zero for all elements
         """
-        dtype = self.wholes[whole].master_dtype
-        zero = torch.zeros((), dtype=dtype, device=self.stepper.device)
+        zero = torch.zeros(
+            (), dtype=self.wholes[whole].master_dtype, device=self.stepper.device)
         return nn.Parameter(zero.expand(whole.shape))
 
     @property
@@ -320,8 +319,9 @@ class Owners:
             for batch in batches:
                 works += dist.batch_isend_irecv(batch)
         for rank, tensor in sends:
-            both = Group((comm.global_rank, sharing.ranks[rank]), 0)
-            transfer.count(both, tensor.nbytes, in_ring=False)
+            transfer.count(Group((comm.global_rank, sharing.ranks[rank]), 0),
+                           tensor.nbytes,
+                           in_ring=False)
         transfer.done.record()
         self.trips[event].append(Trip(transfer, carried))
         self.stepper.listener.record(self.stepper, event, nbytes, transfer)
@@ -606,8 +606,8 @@ class Matrices:
                 else "the last matrix, so the head" if id(param) in last
                 else f"but `{said[0]}`" if said else "")
         for each in but:
-            found = any(_is_in(name, each) for name in self.reasons)
-            expect(found, "Matrices", "the names of parameters or modules in `but`", f"`{each}`",
+            expect(any(_is_in(name, each) for name in self.reasons), "Matrices",
+                   "the names of parameters or modules in `but`", f"`{each}`",
                    f"take one of {[*self.reasons]}")
         expect("" in self.reasons.values(), "Matrices", "a hidden matrix", f"{self}", "build it "
                "from the plain model, before it is sharded")
