@@ -230,30 +230,29 @@ class Zero3Optimizer(Stepper):
         """
         #### Refuse what is no model, no class and no function, and numbers that are out of range
         """
-        self.expect(isinstance(self.model, nn.Module), "cannot step this", "a sharded model",
-                    f"one {type(self.model).__name__}", "pass the model itself, not its parameters")
-        self.expect(callable(optimizer_class), "cannot use `optimizer_class`",
-                    "a class, for instance torch.optim.AdamW",
-                    f"one {type(optimizer_class).__name__}",
-                    "pass the class itself, and its options by name: `lr=1e-3`")
-        self.expect(callable(self.group_by), "cannot use `group_by`",
-                    "a function of a name and a parameter", f"one {type(self.group_by).__name__}",
-                    "pass one that returns the options of this parameter")
-        cure = "pass another, or leave it out"
         positive = {"loss_scale": self.loss_scale, "scale_floor": self.scale_floor,
-                    "scale_window": self.scale_window}
-        if self.clip_grad_norm is not None:
-            positive["clip_grad_norm"] = self.clip_grad_norm
-        for name, value in positive.items():
-            self.expect(finite(value) and value > 0, f"cannot use `{name}`", "a positive number",
-                        value, cure)
-        dtype = self.reduce_dtype
-        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        self.expect(dtype is None or floating, "cannot use `reduce_dtype`", "a floating data type",
-                    dtype, "pass torch.float32, or leave it out")
-        self.expect(finite(self.bucket_bytes) and self.bucket_bytes >= 0,
-                    "cannot use `bucket_bytes`", "a number of bytes, 0 or more", self.bucket_bytes,
-                    cure)
+                    "scale_window": self.scale_window,
+                    "clip_grad_norm": 1 if self.clip_grad_norm is None else self.clip_grad_norm}
+        dtype = torch.float32 if self.reduce_dtype is None else self.reduce_dtype
+        cure = "pass another, or leave it out"
+        for good, what, expected, got, advice in (
+            (isinstance(self.model, nn.Module), "cannot step this", "a sharded model",
+             f"one {type(self.model).__name__}", "pass the model itself, not its parameters"),
+            (callable(optimizer_class), "cannot use `optimizer_class`",
+             "a class, for instance torch.optim.AdamW", f"one {type(optimizer_class).__name__}",
+             "pass the class itself, and its options by name: `lr=1e-3`"),
+            (callable(self.group_by), "cannot use `group_by`",
+             "a function of a name and a parameter", f"one {type(self.group_by).__name__}",
+             "pass one that returns the options of this parameter"),
+            *((finite(value) and value > 0, f"cannot use `{name}`", "a positive number",
+               value, cure) for name, value in positive.items()),
+            (isinstance(dtype, torch.dtype) and dtype.is_floating_point,
+             "cannot use `reduce_dtype`", "a floating data type",
+             dtype, "pass torch.float32, or leave it out"),
+            (finite(self.bucket_bytes) and self.bucket_bytes >= 0, "cannot use `bucket_bytes`",
+             "a number of bytes, 0 or more", self.bucket_bytes, cure),
+        ):
+            self.expect(good, what, expected, got, advice)
 
     def _check_model(self, optimizer_class: Callable[..., torch.optim.Optimizer],
                      kwargs: dict[str, Any]) -> None:
