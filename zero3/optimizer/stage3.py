@@ -202,8 +202,8 @@ class Zero3Optimizer(Stepper):
 
         options = self._make_shard_states(paths)
         # A stage of a pipeline may have nothing to train, but not all of them.
-        some = any(self.comm.stages.gather(bool(self.shard_states)))
-        self.expect(some, "has nothing to do", "a trainable Zero3Layer", "none",
+        self.expect(any(self.comm.stages.gather(bool(self.shard_states))), "has nothing to do",
+                    "a trainable Zero3Layer", "none",
                     "wrap the model first, and leave some parameter trainable")
 
         # The layers of a chain share a reducer, and get a bucket in its place. A compiled model
@@ -398,7 +398,9 @@ class Zero3Optimizer(Stepper):
         in_files = [states.portions[0] for states in self.shard_states if states.in_file]
         count = self.offload.buffers - 1
         if len(in_files) > count:
-            in_files[count].prefetch = in_files[:count]
+            in_files[count].prefetch = [
+                partial(each.in_file.read_async, *each.stepped)
+                for each in in_files[:count] if each.in_file and each.stepped]
         self._scratch_bytes = max((
             len(states.shard) * states.master_dtype.itemsize for states in self.shard_states
             if states.shard.grad_dtype != states.master_dtype), default=0)
@@ -720,10 +722,9 @@ class Zero3Optimizer(Stepper):
             return set()
         mine = {param: float(param.slot.names in (states.used or ()))
                 for states in asked for param in states.params}
-        rows = self.comm.numbers(self, torch.tensor(
-            [*mine.values()], dtype=torch.double, device=self.layers[0].device))
-        counts = rows.sum(dim=0).tolist()
-        return {param for param, count in zip(mine, counts, strict=True) if not count}
+        counts = self.comm.numbers(self, torch.tensor(
+            [*mine.values()], dtype=torch.double, device=self.layers[0].device)).sum(dim=0)
+        return {param for param, count in zip(mine, counts.tolist(), strict=True) if not count}
 
     def _overflow(self, squares: torch.Tensor, stages: torch.Tensor) -> None:
         """

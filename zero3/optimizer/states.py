@@ -166,8 +166,6 @@ class ShardStates:
         self.shard = flat.shard
         self.params = params
         self.master_dtype = torch.promote_types(self.shard.dtype, torch.float32)
-        # The shard's `_version` when shard and master last agreed.
-        self.synced_version = 0
         # Brings master and moments back, if somebody has moved them elsewhere for a while, as a
         # compiled model does in forward (`compiler/away.py`).
         self.bring_back: Callable[[], None] = lambda: None
@@ -227,6 +225,7 @@ class ShardStates:
             self.flat.hook = self.shard.register_hook(
                 partial(_before_accumulation, weakref.ref(self.flat)))
         self.repartition([param.group_index for param in self.params], {})
+        # The shard's `_version` when shard and master last agreed.
         self.synced_version = self.shard._version
 
     # ------------------------------------------------------------------------------------ gradient
@@ -428,8 +427,8 @@ class Portion:
     # The gradient, if it rests in memory, and not in the shard.
     own_grad: torch.Tensor | None = None
     file_norms: torch.Tensor | None = None  # of the gradient in the file, if there is one
-    # Prefetch the states of these when this gradient has arrived.
-    prefetch: Sequence["Portion"] = field(default_factory=list)
+    # Each begins to read the states of another shard, when this gradient has arrived.
+    prefetch: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         shard = self.flat.shard
@@ -502,10 +501,8 @@ class Portion:
 
         A `ShardGradient` refuses to give the norm of one rank's part.
         """
-        if self.flat.sink is not None:
-            return self.own_grad
-        grad = self.flat.shard.grad
-        return None if grad is None else plain_part(grad)
+        grad: Any = self.flat.shard.grad if self.flat.sink is None else self.own_grad
+        return plain_part(grad)
 
     def norms(self) -> torch.Tensor | None:
         """
@@ -532,9 +529,8 @@ class Portion:
         # Take the norm now, or the step would have to read the gradient twice.
         self.file_norms = block_norms(grad, self.counted)
         self.in_file.write_async("grad")
-        for portion in self.prefetch:
-            if portion.in_file and portion.stepped:
-                portion.in_file.read_async(*portion.stepped)
+        for read_async in self.prefetch:
+            read_async()
 
     def read_grad(self) -> torch.Tensor | None:
         """
@@ -683,13 +679,13 @@ def moments_of(
 
     * `two` is a tensor `(2,)` on the device of the step
     """
-    state = first_state(optimizer_class, kwargs, group, two)
     tensors = {name: value
-               for name, value in state.items() if isinstance(value, torch.Tensor)}
+               for name, value in first_state(optimizer_class, kwargs, group, two).items()
+               if isinstance(value, torch.Tensor)}
     moments = [name for name, value in tensors.items()
                if value.shape == two.shape and value.dtype == two.dtype]
-    state_bytes = sum(value.nbytes for value in tensors.values())
-    return moments, state_bytes - len(moments) * two.nbytes
+    return moments, sum(value.nbytes
+                        for name, value in tensors.items() if name not in moments)
 
 
 def first_state(optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, Any],
