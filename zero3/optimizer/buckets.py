@@ -119,18 +119,17 @@ class Bucket(Reducer):
 
         All ranks must call this with the gradients of the same layers.
         """
+        self.land()
         # In the order of the layers, because gradients may arrive in another order on each rank.
         layers = sorted(gradients, key=lambda layer: -layer.layer_idx)
-        dtypes = [[grad.dtype for grad, _ in gradients[layer]]
-                  for layer in layers]
+        self.dtypes = [[grad.dtype for grad, _ in gradients[layer]]
+                       for layer in layers]
         groups: dict[torch.dtype, Pairs] = {}
         for layer in layers:
             for grad, buffer in gradients[layer]:
                 rows = self.comm.rows(grad)  # (world_size, shard_numel)
                 groups.setdefault(grad.dtype, []).append((rows, buffer))
             self.waiting.pop(layer, None)
-        self.land()
-        self.dtypes = dtypes
         self.numels = {dtype: [rows.shape[1] for rows, _ in group]
                        for dtype, group in groups.items()}
         pairs = [self._pack(group) for group in groups.values()]

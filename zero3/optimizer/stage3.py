@@ -289,12 +289,10 @@ class Zero3Optimizer(Stepper):
         # All stages of a pipeline get the same param groups, so a scheduler sets the same learning
         # rates on all of them.
         mine = [param.options for of_flat in params.values() for param in of_flat]
-        every: list[dict[str, Any]] = []
-        for each in chain(*self.comm.stages.gather(mine)):
-            if each not in every:
-                every.append(each)
-        # Groups that are stepped whole come last.
-        options = sorted(every, key=is_whole)
+        every = [*chain(*self.comm.stages.gather(mine))]
+        # Each once. Groups that are stepped whole come last.
+        options = sorted((each for i, each in enumerate(every) if every.index(each) == i),
+                         key=is_whole)
         self.shard_states = []
         for flat, layer in flats.items():
             # A name for errors: in a chain the label has the number of the layer already.
@@ -344,9 +342,8 @@ class Zero3Optimizer(Stepper):
             self.expect(known, "cannot use `group_by`",
                         f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
                         "correct the name of the option")
-            # It may be empty.
-            span = inside(shard, slice(slot.offset, end))
-            found.append(Member(name, slot, special, span))
+            # The last one is its place in the shard, which may be empty.
+            found.append(Member(name, slot, special, inside(shard, slice(slot.offset, end))))
         return found
 
     def _choose_fused(self, optimizer_class: Callable[..., torch.optim.Optimizer],
@@ -371,9 +368,9 @@ class Zero3Optimizer(Stepper):
         #### Put masters, moments and gradients where they rest
         """
         two = torch.zeros(2, device=self.device)
-        moments = chain(*(moments_of(optimizer_class, kwargs, group, two)[0]
-                          for group in options if not is_whole(group)))
-        self.moments = list(dict.fromkeys(moments))
+        self.moments = list(dict.fromkeys(chain(*(
+            moments_of(optimizer_class, kwargs, group, two)[0]
+            for group in options if not is_whole(group)))))
         # Files of states and checkpoints have other tensors under these names.
         self.expect({"grad", "master", "param"}.isdisjoint(self.moments), "cannot use this class",
                     "moments not named `grad`, `master` or `param`", self.moments, "rename them")
@@ -610,8 +607,7 @@ class Zero3Optimizer(Stepper):
         # gradients 1 and -1 on two ranks it is 1, while the mean gradient is 0.
         squares = self._squares().cpu()  # (all ranks, shards) fp64
         # Replicas have the same gradients, so count those of the first one.
-        mine = squares[: self.comm.world_size].abs().sum().view(1)
-        stages = self._norms_of_stages(mine)
+        stages = self._norms_of_stages(squares[: self.comm.world_size].abs().sum().view(1))
         # In a pipeline, a stage that cannot step has sent a negative number.
         unready = [rank for rank, square in zip(self.comm.stages.ranks, stages, strict=True)
                    if square < 0]

@@ -170,8 +170,7 @@ class ShardStates:
         # compiled model does in forward (`compiler/away.py`).
         self.bring_back: Callable[[], None] = lambda: None
         numel = len(self.shard)
-        blocks = -int(-offload.fraction * numel // BLOCK_NUMEL)
-        cut = min(numel, blocks * BLOCK_NUMEL)
+        cut = min(numel, -int(-offload.fraction * numel // BLOCK_NUMEL) * BLOCK_NUMEL)
         parts = [(slice(0, cut), offload, device),
                  (slice(cut, numel), Offload(), layer.device)]
         self.portions = [Portion(flat, *part, self.master_dtype)
@@ -448,10 +447,9 @@ class Portion:
         """
         ### Bytes of master, moments and gradient, besides the shard
         """
-        numel = length(self.where)
         wide = len(moments) + (not self.is_master)
         grad_dtype = self.flat.shard.grad_dtype or self.flat.shard.dtype
-        return numel * (wide * self.master_dtype.itemsize + grad_dtype.itemsize)
+        return length(self.where) * (wide * self.master_dtype.itemsize + grad_dtype.itemsize)
 
     def place(self, layer: Zero3Layer,
               values: torch.Tensor, moments: list[str]) -> None:

@@ -107,9 +107,10 @@ class Owners:
         self.trips: dict[str, list[Trip]] = defaultdict(list)
         if groups:
             self._check_groups(groups)
-        owners = assign([cost(whole.shape)
-                         for whole in self.wholes], self.comm.world_size)
-        for whole, owner in zip(self.wholes, owners, strict=True):
+        for whole, owner in zip(
+                self.wholes,
+                assign([cost(whole.shape) for whole in self.wholes], self.comm.world_size),
+                strict=True):
             whole.owner = owner
         # What this rank owns, with the parameters of the inner optimizers.
         self.own = {whole: self._stand_in(whole) for whole in self.wholes
@@ -200,10 +201,10 @@ class Owners:
         for whole in wholes:
             states = self.wholes[whole]
             numel = length(self._within(whole, self.comm.rank))
-            # The next shard gets the buffer of one that rests in a file.
-            copies = states.in_file is not None
             with states.in_memory(self.stepper.state, write=False) as ((_, master, grad),):
-                mine = [each[whole.span][:numel].to(states.layer.device, copy=copies)
+                # A copy, if it rests in a file, because the next shard gets the buffer.
+                mine = [each[whole.span][:numel].to(states.layer.device,
+                                                    copy=states.in_file is not None)
                         for each in (master, grad)]
             # (numel,), device
             carried += [(whole, part, part.new_empty(whole.shape.numel())
