@@ -342,7 +342,7 @@ class Zero3Optimizer(Stepper):
             self.expect(known, "cannot use `group_by`",
                         f"options of its class, {sorted(self.takes)}", f"{special}, for `{name}`",
                         "correct the name of the option")
-            # The last one is its place in the shard, which may be empty.
+            # Its range of the shard may be empty.
             found.append(Member(name, slot, special, inside(shard, slice(slot.offset, end))))
         return found
 
@@ -417,10 +417,9 @@ class Zero3Optimizer(Stepper):
         self.inner = optimizer_class(full or [{"params": []}], **kwargs)
         del self.inner.param_groups[len(groups):]
         self.made_by = (optimizer_class, kwargs)
-        whose = [(states.name, [(param.slot.names, param.group_index)
-                                for param in states.params])
-                 for states in self.shard_states]
-        self._layout = zlib.crc32(str(whose).encode())
+        self._layout = zlib.crc32(str([
+            (states.name, [(param.slot.names, param.group_index) for param in states.params])
+            for states in self.shard_states]).encode())
         super().__init__(self.inner.param_groups or [{"params": []}], self.inner.defaults)
         self.owners = Owners(self, {i: each
                                     for i, each in enumerate(options) if is_whole(each)})
@@ -700,8 +699,8 @@ class Zero3Optimizer(Stepper):
                 # A square is never negative, so a minus can say that this rank had no gradient for
                 # some of the shard's parameters.
                 squares[i].neg_()
-        options = f"{self._rule()}, for parameters with the checksum {self._layout}"
-        return self.comm.numbers(self, squares, options)
+        return self.comm.numbers(
+            self, squares, f"{self._rule()}, for parameters with the checksum {self._layout}")
 
     def _unused(self, partial_everywhere: list[bool]) -> set[Member]:
         """
@@ -794,8 +793,9 @@ class Zero3Optimizer(Stepper):
                             piece.param.grad = grad.narrow(
                                 0, piece.where.start - where.start, len(piece.param))
             # The device first: it steps its portions while the CPU steps the others.
-            devices = {piece.param.device for piece in pieces}
-            for device in sorted(devices, key=lambda device: device.type == "cpu"):
+            for device in sorted(
+                    {piece.param.device for piece in pieces},
+                    key=lambda device: device.type == "cpu"):
                 # Otherwise the wrapped optimizer would look at all pieces for every batch.
                 self.regroup([piece for piece in pieces if piece.param.device == device])
                 call()
@@ -859,12 +859,13 @@ class Zero3Optimizer(Stepper):
                         torch.Tensor, keep, self.state.get(piece.param, {}))
         found = self.inner.state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
-        # In the order of the params, whichever of them was stepped first.
-        found["state"] = {i: known[params[i]]
-                          for i in sorted(found["state"])}
-        found["param_groups"] += [{**group, "params": []}
-                                  for group in self.owners.param_groups]
-        return {**found, "masters": masters, "wholes": self.owners.state_dict(),
+        # The states in the order of the params, whichever of them was stepped first.
+        return {**found,
+                "state": {i: known[params[i]]
+                          for i in sorted(found["state"])},
+                "param_groups": [*found["param_groups"],
+                                 *({**group, "params": []} for group in self.owners.param_groups)],
+                "masters": masters, "wholes": self.owners.state_dict(),
                 "place": self._place, "parts": self._parts,
                 "cuts": [[param.key for param in states.params]
                          for states in self.shard_states],

@@ -265,9 +265,10 @@ class Owners:
             trip.transfer.wait()
             for whole, piece, _ in trip.carried:
                 states = self.wholes[whole]
-                in_file = states.in_file is not None
                 if len(piece):
-                    with states.in_memory(self.stepper.state, write=in_file) as ((_, master, _),):
+                    with states.in_memory(
+                            self.stepper.state,
+                            write=states.in_file is not None) as ((_, master, _),):
                         master[whole.span][: len(piece)] = piece.to(master.device)
 
     def _within(self, whole: Member, rank: int) -> slice:
@@ -292,18 +293,18 @@ class Owners:
         sends: list[tuple[int, torch.Tensor]] = []
         receives: list[tuple[int, torch.Tensor]] = []
         there, here = (sends, receives) if event == "collect" else (receives, sends)
-        nbytes = 0
         for whole, piece, at_owner in carried:
-            nbytes += whole.shape.numel() * piece.itemsize
             if at_owner is None:
                 there.append((whole.owner, piece))
-                continue
-            here += [(rank, at_owner[self._within(whole, rank)])
-                     for rank in range(comm.world_size)
-                     if rank != whole.owner]
-            mine = at_owner[self._within(whole, comm.rank)]
-            target, source = (mine, piece) if event == "collect" else (piece, mine)
-            target.copy_(source)
+            else:
+                here += [(rank, at_owner[self._within(whole, rank)])
+                         for rank in range(comm.world_size)
+                         if rank != whole.owner]
+                mine = at_owner[self._within(whole, comm.rank)]
+                target, source = (mine, piece) if event == "collect" else (piece, mine)
+                target.copy_(source)
+        nbytes = sum(whole.shape.numel() * piece.itemsize
+                     for whole, piece, _ in carried)
         # As many bytes, without memory.
         size = torch.empty(1, dtype=torch.uint8, device="cpu").expand(nbytes)
         transfer = comm.begin([*comm.sharers], [self.stepper], "pieces", [(size, size)])
@@ -528,9 +529,9 @@ def looks_at(make: Maker, kwargs: Options, device: torch.device) -> str:
     Raises what the class raises about its options.
     """
     make([nn.Parameter(torch.ones(2, 2, device=device))], **kwargs)
-    if "lr" in kwargs:
-        # Zero would hide the difference.
-        kwargs = {**kwargs, "lr": 0.1}
+    # A learning rate of zero would hide the difference.
+    kwargs = {name: 0.1 if name == "lr" else value
+              for name, value in kwargs.items()}
     matrices = torch.arange(1.0, 9.0, dtype=torch.double, device=device).view(2, 2, 2)
     try:
         together = _tried(make, kwargs, [[*matrices]])
@@ -636,9 +637,9 @@ def _optimizer_of(options: Options, params: list[nn.Parameter]) -> torch.optim.O
     """
     #### An optimizer of the class that the options name
     """
-    options = dict(options)
-    make = options.pop("optimizer")
-    return make([{"params": params}], **options)  # type: ignore[operator]
+    others = {name: value
+              for name, value in options.items() if name != "optimizer"}
+    return options["optimizer"]([{"params": params}], **others)  # type: ignore[operator]
 
 
 def _is_in(name: str, module: str) -> bool:
