@@ -302,8 +302,12 @@ class Zero3Optimizer(Stepper):
             self._set_grad_dtype(layer, flat)
             for param in params[flat]:
                 param.group_index = options.index(param.options)
-            self.shard_states.append(ShardStates(
-                layer, name, flat, params[flat], self.offload, self.device))
+            self.shard_states.append(ShardStates(layer,
+                                                 name,
+                                                 flat,
+                                                 params[flat],
+                                                 self.offload,
+                                                 self.device))
         return options
 
     def _set_grad_dtype(self, layer: Zero3Layer, flat: FlatParameter) -> None:

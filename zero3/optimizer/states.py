@@ -151,8 +151,12 @@ class ShardStates:
     ## Master, moments and gradient of a trainable shard
     """
 
-    def __init__(self, layer: Zero3Layer, name: str, flat: FlatParameter, params: list[Member],
-                 offload: Offload, device: torch.device):
+    def __init__(self, layer: Zero3Layer,
+                 name: str,
+                 flat: FlatParameter,
+                 params: list[Member],
+                 offload: Offload,
+                 device: torch.device):
         """
         ### Divide the states between a tier and the device
 
@@ -666,9 +670,10 @@ def _before_accumulation(flat_ref: weakref.ref[FlatParameter], grad: torch.Tenso
     return grad
 
 
-def moments_of(
-    optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, Any], two: torch.Tensor
-) -> tuple[list[str], int]:
+def moments_of(optimizer_class: Any,
+               kwargs: dict[str, Any],
+               group: dict[str, Any],
+               two: torch.Tensor) -> tuple[list[str], int]:
     """
     ## The names of an optimizer's moments, and the bytes of its other states
 
@@ -686,7 +691,9 @@ def moments_of(
                         for name, value in tensors.items() if name not in moments)
 
 
-def first_state(optimizer_class: Any, kwargs: dict[str, Any], group: dict[str, Any],
+def first_state(optimizer_class: Any,
+                kwargs: dict[str, Any],
+                group: dict[str, Any],
                 two: torch.Tensor) -> dict[str, Any]:
     """
     ## The state that an optimizer has of a parameter, after a first step

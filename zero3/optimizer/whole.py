@@ -357,8 +357,8 @@ class Owners:
                 for i, whole in enumerate(self.wholes)
                 if self.state_of(whole)}
 
-    def load_state_dict(self, states: dict[int, dict[str, object]], groups: Sequence[Options]
-                        ) -> None:
+    def load_state_dict(self, states: dict[int, dict[str, object]],
+                        groups: Sequence[Options]) -> None:
         """
         ### Load these states, and the options of the param groups that are stepped whole
         """
@@ -414,7 +414,8 @@ class Owners:
         """
         states = [[*inner.state.values()]
                   for inner in self.inner.values()]
-        trips = [(trip.transfer.buffers, trip.carried) for trip in chain(*self.trips.values())]
+        trips = [(trip.transfer.buffers, trip.carried)
+                 for trip in chain(*self.trips.values())]
         yield from (each for each in pytree.tree_leaves([states, trips])
                     if isinstance(each, torch.Tensor))
 
