@@ -124,11 +124,12 @@ class Bucket(Reducer):
         layers = sorted(gradients, key=lambda layer: -layer.layer_idx)
         self.dtypes = [[grad.dtype for grad, _ in gradients[layer]]
                        for layer in layers]
-        groups: dict[torch.dtype, Pairs] = {}
+        every = [pair for layer in layers for pair in gradients[layer]]
+        # Rows are (world_size, shard_numel).
+        groups = {dtype: [(self.comm.rows(grad), buffer)
+                          for grad, buffer in every if grad.dtype == dtype]
+                  for dtype in dict.fromkeys(grad.dtype for grad, _ in every)}
         for layer in layers:
-            for grad, buffer in gradients[layer]:
-                rows = self.comm.rows(grad)  # (world_size, shard_numel)
-                groups.setdefault(grad.dtype, []).append((rows, buffer))
             self.waiting.pop(layer, None)
         self.numels = {dtype: [rows.shape[1] for rows, _ in group]
                        for dtype, group in groups.items()}
