@@ -84,17 +84,17 @@ class Bucket(Reducer):
         """
         if layer in self.waiting:
             self._send(self.waiting)
-        if layer not in self.layers:
-            return
-        layers = self.layers
-        # Clear them first: if the ranks diverged, `arrived` raises, and there is nothing to end.
-        self.layers = []
-        # For each data type the sums of this rank's parts, side by side.
-        parts = {dtype: iter(total.split(numels))
-                 for (dtype, numels), total
-                 in zip(self.numels.items(), self.arrived(), strict=True)}
-        for each, dtypes in zip(layers, self.dtypes, strict=True):
-            each.add_reduced([next(parts[dtype]) for dtype in dtypes])
+        if layer in self.layers:
+            layers = self.layers
+            # Clear them first: if the ranks diverged, `arrived` raises, and there is nothing to
+            # end.
+            self.layers = []
+            # For each data type the sums of this rank's parts, side by side.
+            parts = {dtype: iter(total.split(numels))
+                     for (dtype, numels), total
+                     in zip(self.numels.items(), self.arrived(), strict=True)}
+            for each, dtypes in zip(layers, self.dtypes, strict=True):
+                each.add_reduced([next(parts[dtype]) for dtype in dtypes])
 
     def drop(self, layer: Reducible) -> None:
         """

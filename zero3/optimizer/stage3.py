@@ -371,9 +371,8 @@ class Zero3Optimizer(Stepper):
         """
         #### Put masters, moments and gradients where they rest
         """
-        two = torch.zeros(2, device=self.device)
         self.moments = list(dict.fromkeys(chain(*(
-            moments_of(optimizer_class, kwargs, group, two)[0]
+            moments_of(optimizer_class, kwargs, group, torch.zeros(2, device=self.device))[0]
             for group in options if not is_whole(group)))))
         # Files of states and checkpoints have other tensors under these names.
         self.expect({"grad", "master", "param"}.isdisjoint(self.moments), "cannot use this class",

@@ -463,9 +463,8 @@ class Portion:
         * `values` are those of the shard, `(n,)`
         * `moments` are as for `ShardStates.place`
         """
-        if self.is_master:
-            self.master = values
-        if self.offload.place(self.nbytes(moments)) == "nvme":
+        self.master = values
+        if self.offload.tier == "nvme":
             self._open_file(layer, values, moments)
         elif not self.is_master:
             self.master = copy_to(self.device, values, self.master_dtype, layer.device)
@@ -482,9 +481,10 @@ class Portion:
         # One zero for all elements: the wrapped optimizer finds the right size.
         zeros = torch.zeros(1, dtype=self.master_dtype, device="cpu").expand(len(values))
         self.stepped = ["master"] * (not self.is_master) + moments
-        like = {**dict.fromkeys(self.stepped, zeros), "grad": zeros.to(shard.grad_dtype)}
-        buffers = self.offload.buffers_for("states", layer, self.offload.buffers)
-        self.in_file = InFile(buffers, layer, like)
+        self.in_file = InFile(
+            self.offload.buffers_for("states", layer, self.offload.buffers),
+            layer,
+            {**dict.fromkeys(self.stepped, zeros), "grad": zeros.to(shard.grad_dtype)})
         if not self.is_master:
             self.master = zeros
             self.in_file.blank("master")["master"].copy_(values)
