@@ -697,7 +697,8 @@ class Zero3Optimizer(Stepper):
         squares = torch.stack([states.grad_norm().to(device, torch.double)
                                for states in self.shard_states]).square()  # (shards,) fp64
         for i, states in enumerate(self.shard_states):
-            used = states.used
+            # The names of the parameters that got a gradient on this rank; `None` means all.
+            used = getattr(states.shard.grad, "used", None)
             if used is not None and len(used) < len(states.flat.slots):
                 # A square is never negative, so a minus can say that this rank had no gradient for
                 # some of the shard's parameters.
@@ -718,7 +719,9 @@ class Zero3Optimizer(Stepper):
                  in zip(self.shard_states, partial_everywhere, strict=True) if is_partial]
         if not asked:
             return set()
-        mine = {param: float(param.slot.names in (states.used or ()))
+        # The flat gradient has zeros for a parameter that the loss did not depend on, but plain
+        # PyTorch does not step such a parameter.
+        mine = {param: float(param.slot.names in getattr(states.shard.grad, "used", ()))
                 for states in asked for param in states.params}
         counts = self.comm.numbers(self, torch.tensor(
             [*mine.values()], dtype=torch.double, device=self.layers[0].device)).sum(dim=0)

@@ -252,16 +252,6 @@ class ShardStates:
                 marker.used = getattr(found, "used", None)
         return self.portions
 
-    @property
-    def used(self) -> set[tuple[str, ...]] | None:
-        """
-        ### Names of the parameters that got a gradient on this rank; `None` means all
-
-        The flat gradient has zeros for a parameter that the loss did not depend on, but plain
-        PyTorch does not step such a parameter.
-        """
-        return getattr(self.shard.grad, "used", None)
-
     def grad_norm(self) -> torch.Tensor:
         """
         ### The norm of the gradient; zero if there is none
@@ -357,10 +347,11 @@ class ShardStates:
         self.bring_back()
         for param, key in zip(self.params, keys, strict=True):
             param.key = keys.index(key)
-        present = [param for param in self.params if param.span.start < param.span.stop]
         # A whole one is a piece by itself.
-        runs = groupby(present, lambda param: (param.group_index, param.key,
-                                               param if is_whole(param.options) else None))
+        runs = groupby(
+            (param for param in self.params if param.span.start < param.span.stop),
+            lambda param: (param.group_index, param.key,
+                           param if is_whole(param.options) else None))
         starts = {next(run).span.start for _, run in runs}
         old = {piece.param for piece in self.pieces}
         for portion in self.portions:

@@ -105,8 +105,7 @@ class Owners:
                        if is_whole(param.options) and param.shape.numel()}
         # Pieces on their way to the owners, "collect", and back, "give back".
         self.trips: dict[str, list[Trip]] = defaultdict(list)
-        if groups:
-            self._check_groups(groups)
+        self._check_groups(groups)
         for whole, owner in zip(
                 self.wholes,
                 assign([cost(whole.shape) for whole in self.wholes], self.comm.world_size),
@@ -260,8 +259,7 @@ class Owners:
         """
         #### Put values that have come back into the masters
         """
-        while self.trips["give back"]:
-            trip = self.trips["give back"].pop()
+        for trip in self.trips.pop("give back", []):
             trip.transfer.wait()
             for whole, piece, _ in trip.carried:
                 states = self.wholes[whole]
