@@ -703,8 +703,8 @@ class Zero3Optimizer(Stepper):
                 # A square is never negative, so a minus can say that this rank had no gradient for
                 # some of the shard's parameters.
                 squares[i].neg_()
-        return self.comm.numbers(
-            self, squares, f"{self._rule()}, for parameters with the checksum {self._layout}")
+        options = f"{self._rule()}, for parameters with the checksum {self._layout}"
+        return self.comm.numbers(self, squares, options)
 
     def _unused(self, partial_everywhere: list[bool]) -> set[Member]:
         """
