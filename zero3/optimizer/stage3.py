@@ -192,8 +192,8 @@ class Zero3Optimizer(Stepper):
         if self.layers:
             self.comm = self.layers[0].comm
         self.offload = Offload.of(offload)
-        on_device = self.offload.tier == "device" and self.layers
-        self.device = self.layers[0].device if on_device else torch.device("cpu")
+        self.device = (self.layers[0].device if self.offload.tier == "device" and self.layers
+                       else torch.device("cpu"))
         # The options of a param group; empty if the class takes any.
         known = inspect.signature(optimizer_class).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
@@ -296,9 +296,8 @@ class Zero3Optimizer(Stepper):
         self.shard_states = []
         for flat, layer in flats.items():
             # A name for errors: in a chain the label has the number of the layer already.
-            name = layer.label
-            if paths[layer] and layer.layer_idx == ALONE:
-                name = f"{paths[layer]} ({layer.label})"
+            name = (f"{paths[layer]} ({layer.label})"
+                    if paths[layer] and layer.layer_idx == ALONE else layer.label)
             self._set_grad_dtype(layer, flat)
             for param in params[flat]:
                 param.group_index = options.index(param.options)
@@ -355,7 +354,6 @@ class Zero3Optimizer(Stepper):
         """
         #### Take torch's fused implementation, unless the caller has chosen one
         """
-        available = "fused" in inspect.signature(optimizer_class).parameters
         # The caller's options may be in a `partial` of the class.
         made = partial(optimizer_class, **kwargs)
         has_chosen = not made.keywords.keys().isdisjoint({"fused", "foreach", "differentiable"})
@@ -363,7 +361,8 @@ class Zero3Optimizer(Stepper):
         # scheduler or a param group may bring momentum later.
         is_sgd = isinstance(made.func, type) and issubclass(made.func, torch.optim.SGD)
         is_real = not any(states.shard.dtype.is_complex for states in self.shard_states)
-        if available and is_real and not has_chosen and not is_sgd:
+        if ("fused" in inspect.signature(optimizer_class).parameters
+                and is_real and not has_chosen and not is_sgd):
             kwargs["fused"] = True
 
     def _place_states(self, optimizer_class: Callable[..., torch.optim.Optimizer],
@@ -382,9 +381,11 @@ class Zero3Optimizer(Stepper):
         in_memory = [portion for states in self.shard_states for portion in states.portions
                      if portion.offload.tier != "nvme"]
         for device in dict.fromkeys((self.device, self.layers[0].device)):
-            nbytes = sum(portion.nbytes(self.moments)
-                         for portion in in_memory if portion.device == device)
-            self.offload.check(self, "masters, moments and gradients", nbytes, device)
+            self.offload.check(self,
+                               "masters, moments and gradients",
+                               sum(portion.nbytes(self.moments)
+                                   for portion in in_memory if portion.device == device),
+                               device)
         # The options are those of all stages, so all of them raise this error.
         self.expect(self.offload.fraction in (0, 1) or not any(map(is_whole, options)),
                     "cannot divide its states", "parameters that are stepped element by element",

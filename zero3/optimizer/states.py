@@ -349,7 +349,7 @@ class ShardStates:
             param.key = keys.index(key)
         # A whole one is a piece by itself.
         runs = groupby(
-            (param for param in self.params if param.span.start < param.span.stop),
+            (param for param in self.params if length(param.span)),
             lambda param: (param.group_index, param.key,
                            param if is_whole(param.options) else None))
         starts = {next(run).span.start for _, run in runs}
@@ -514,16 +514,16 @@ class Portion:
             is_view = total.untyped_storage().nbytes() > total.nbytes
             total = total.to(self.device, copy=is_view)
             self.own_grad = total if self.own_grad is None else self.own_grad.add_(total)
-            return
-        if self.file_norms is None:
-            grad = self.in_file.blank("grad")["grad"].copy_(total)
         else:
-            grad = self.in_file.wait("grad")["grad"].add_(total.cpu())
-        # Take the norm now, or the step would have to read the gradient twice.
-        self.file_norms = block_norms(grad, self.counted)
-        self.in_file.write_async("grad")
-        for read_async in self.prefetch:
-            read_async()
+            if self.file_norms is None:
+                grad = self.in_file.blank("grad")["grad"].copy_(total)
+            else:
+                grad = self.in_file.wait("grad")["grad"].add_(total.cpu())
+            # Take the norm now, or the step would have to read the gradient twice.
+            self.file_norms = block_norms(grad, self.counted)
+            self.in_file.write_async("grad")
+            for read_async in self.prefetch:
+                read_async()
 
     def read_grad(self) -> torch.Tensor | None:
         """

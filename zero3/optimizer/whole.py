@@ -274,8 +274,8 @@ class Owners:
         #### The elements of a parameter that the shard of a rank has
         """
         numel = len(self.wholes[whole].shard)
-        shard = slice(rank * numel, (rank + 1) * numel)
-        return inside(slice(whole.slot.offset, whole.slot.end), shard)
+        return inside(slice(whole.slot.offset, whole.slot.end),
+                      slice(rank * numel, (rank + 1) * numel))
 
     def _start(self, event: str, carried: list[Carried]) -> None:
         """
@@ -390,13 +390,12 @@ class Owners:
         carried: list[Carried] = []
         for i, (dtypes, others) in sorted(every.items()):
             whole, states = wholes[i]
-            numel = length(self._within(whole, self.comm.rank))
             # (the elements of this rank and its padding,) for each moment
             moments = {key: torch.zeros(length(whole.span), dtype=dtype,
                                         device=states.layer.device)
                        for key, dtype in dtypes.items()}
             state: Any = self.state_of(whole)
-            carried += [(whole, piece[:numel],
+            carried += [(whole, piece[: length(self._within(whole, self.comm.rank))],
                          state[key].to(piece.device).reshape(-1) if state else None)
                         for key, piece in moments.items()]
             found.update({piece.param: Spread(moments, others)
