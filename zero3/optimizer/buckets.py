@@ -55,10 +55,6 @@ class Bucket(Reducer):
         self.optimizer: Any = None
         # The gradients that wait, each with its receive buffer, by their layers.
         self.waiting: dict[Reducible, Pairs] = {}
-        # Of the gradients in flight, in the order of packing: the data types of each layer's, and
-        # for each data type how many elements of each gradient this rank gets.
-        self.dtypes: list[list[torch.dtype]] = []
-        self.numels: dict[torch.dtype, list[int]] = {}
 
     def make_way(self, layer: Reducible, pairs: Pairs) -> bool:
         """
@@ -122,29 +118,26 @@ class Bucket(Reducer):
         self.land()
         # In the order of the layers, because gradients may arrive in another order on each rank.
         layers = sorted(gradients, key=lambda layer: -layer.layer_idx)
+        every = [pair for layer in layers for pair in gradients[layer]]
+        # By data type: each gradient as one row for each rank, (world_size, shard_numel).
+        rows = {dtype: [self.comm.rows(grad) for grad, _ in every if grad.dtype == dtype]
+                for dtype in dict.fromkeys(grad.dtype for grad, _ in every)}
+        # For `finish`, in the order of packing: the data types of each layer's gradients, and for
+        # each data type how many elements of each gradient this rank gets.
         self.dtypes = [[grad.dtype for grad, _ in gradients[layer]]
                        for layer in layers]
-        every = [pair for layer in layers for pair in gradients[layer]]
-        # Rows are (world_size, shard_numel).
-        groups = {dtype: [(self.comm.rows(grad), buffer)
-                          for grad, buffer in every if grad.dtype == dtype]
-                  for dtype in dict.fromkeys(grad.dtype for grad, _ in every)}
+        self.numels = {dtype: [each.shape[1] for each in group]
+                       for dtype, group in rows.items()}
         for layer in layers:
             self.waiting.pop(layer, None)
-        self.numels = {dtype: [rows.shape[1] for rows, _ in group]
-                       for dtype, group in groups.items()}
-        pairs = [self._pack(group) for group in groups.values()]
-        self.started(layers, self.comm.reduce_scatter(layers, pairs))
-
-    def _pack(self, group: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        #### Put gradients side by side, row by row: a gradient and a receive buffer
-        """
-        rows = [each for each, _ in group]
         # (world_size, sum of all shard_numel), device; without a copy, if there is one gradient.
-        packed = torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
+        packed = {dtype: torch.cat(group, dim=1) if len(group) > 1 else group[0]
+                  for dtype, group in rows.items()}
         # The memory of the first one's buffer becomes the receive buffer of all.
-        return packed.view(-1), group[0][1]
+        buffers = {grad.dtype: buffer
+                   for grad, buffer in reversed(every)}
+        self.started(layers, self.comm.reduce_scatter(layers, [
+            (each.view(-1), buffers[dtype]) for dtype, each in packed.items()]))
 
     def _fills(self, gradients: dict[Reducible, Pairs]) -> bool:
         return sum(grad.nbytes for pairs in gradients.values()
