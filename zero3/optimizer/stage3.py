@@ -378,13 +378,13 @@ class Zero3Optimizer(Stepper):
                     "moments not named `grad`, `master` or `param`", self.moments, "rename them")
         # Check now whether there is room for everything. The first step creates the moments, and
         # would fail in the middle.
-        in_memory = [portion for states in self.shard_states for portion in states.portions
-                     if portion.offload.tier != "nvme"]
         for device in dict.fromkeys((self.device, self.layers[0].device)):
             self.offload.check(self,
                                "masters, moments and gradients",
                                sum(portion.nbytes(self.moments)
-                                   for portion in in_memory if portion.device == device),
+                                   for states in self.shard_states for portion in states.portions
+                                   if portion.device == device
+                                   and portion.offload.tier != "nvme"),
                                device)
         # The options are those of all stages, so all of them raise this error.
         self.expect(self.offload.fraction in (0, 1) or not any(map(is_whole, options)),
@@ -414,11 +414,10 @@ class Zero3Optimizer(Stepper):
         The formula of the step is torch's own. Parameters that are stepped whole have optimizers of
         their own, for the last groups.
         """
-        groups = [each for each in options if not is_whole(each)]
-        full = [{**each, "params": [piece.param
-                                    for piece in self.pieces if piece.group_index == i]}
-                for i, each in enumerate(groups)]
-        self.inner = optimizer_class(full or [{"params": []}], **kwargs)
+        groups = [{**each, "params": [piece.param
+                                      for piece in self.pieces if piece.group_index == i]}
+                  for i, each in enumerate(options) if not is_whole(each)]
+        self.inner = optimizer_class(groups or [{"params": []}], **kwargs)
         del self.inner.param_groups[len(groups):]
         self.made_by = (optimizer_class, kwargs)
         self._layout = zlib.crc32(str([
