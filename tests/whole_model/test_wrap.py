@@ -448,8 +448,7 @@ def one_shard():
 def test_a_tied_parameter_has_one_shard():
     """
     Within the root, between two units, and between a unit and the root.
-    Proves `Zero3Model.full_params`, `_Wrapping.__init__`, `_Wrapping.tied_by_name`,
-    `_Wrapping._untie`,
+    Proves `Zero3Model.full_params`, `_Wrapping.__init__`, `_Wrapping._untie`,
     `Zero3Model.named_layers`, `ShardedModel.named_layers`.
     """
     numel = sum(p.numel() for p in Tied().parameters())

@@ -34,11 +34,9 @@ model, before `wrap` or after `destroy`; otherwise the next forward raises an er
 says what a unit's module is, but not what the whole model is: ask `model.module`.
 """
 
-import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +99,11 @@ class Zero3Model(StandIn, ShardedModel):
         # Units that stand for no module. Here the model finds their shards.
         self.beside = nn.ModuleList(
             unit for unit in self.units if isinstance(unit.module, Together))
-        self.tied = wrapping.tied_by_name()  # parameters with several names, by these
+        # The parameters that have several names, by each of them.
+        self.tied: dict[str, Any] = {name: wrapping.made.get(t, t)
+                                     for t, names in wrapping.names.items()
+                                     if len(names) > 1 and isinstance(t, nn.Parameter)
+                                     for name in names}
         self.module = self.units[0]
         self.training = model.training
         self.beside.train(model.training)
@@ -213,8 +215,8 @@ class Zero3Model(StandIn, ShardedModel):
         """
         self.expect("module" in self._modules, "was destroyed", "a use before that", "one after",
                     "call what `destroy` returned")
-        return functools.update_wrapper(functools.partial(self._forward),
-                                        self.module.module.forward)
+        return update_wrapper(partial(self._forward),
+                              self.module.module.forward)
 
     @uncompiled
     def _forward(self, *args, **kwargs):
@@ -489,7 +491,7 @@ class _Wrapping:
                      and layers.intersection(place.layer.modules()) == {place.layer}]
         rest_numel = sum(p.numel() for p in self.owners)
         # There has to be room for two of them.
-        most_numel = ((owner.order.max_live_numel or math.inf) - rest_numel) / 2
+        most_numel = ((owner.order.max_live_numel or MOST) - rest_numel) / 2
         return [self._unit(Together(shared), "", leaf=False)
                 for shared in neighbours(may_share, owner.unit_bytes, most_numel)]
 
@@ -529,15 +531,6 @@ class _Wrapping:
                     vars(m)[name] = torch.empty(
                         p.shape, dtype=p.dtype, device=self.source.device)
         return ties
-
-    def tied_by_name(self) -> dict[str, Any]:
-        """
-        ### The parameters that have several names, by each of them
-        """
-        return {name: self.made.get(t, t)
-                for t, names in self.names.items()
-                if len(names) > 1 and isinstance(t, nn.Parameter)
-                for name in names}
 
 
 def continue_tokens(model: nn.Module, ids: torch.Tensor, max_new_tokens: int = 20, *,
