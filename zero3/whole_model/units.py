@@ -70,14 +70,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.collectives import named_range
-from zero3.comm.links import Links
 from zero3.guards.contents import uncompiled
 from zero3.layer import Zero3Layer
-from zero3.offload.activations import Activations
-from zero3.offload.tiers import Offload
 from zero3.schedule import Schedule
 from zero3.sharded import Sharded
 from zero3.watch import Call, in_backward
@@ -219,21 +215,19 @@ class Unit(StandIn, Zero3Layer):
                  path: str,
                  leaf: bool,
                  order: "TracedOrder",
-                 device: torch.device,
-                 offload: Offload | None,
-                 mesh: DeviceMesh | Links | None,
-                 activations: Activations | Offload | str | None = None):
+                 **options: Any):
         """
         ### Shard a module
 
         * `path` is its name in the plain model, empty for the root
         * `leaf` says that its parameters may get gradients on some ranks and not on others
+        * `order` is the schedule that all units of the model share
+        * `options` are arguments of `Zero3Layer`
 
-        The rest is as for `Zero3Layer`. Keeps the layer's invariants; I2 only if it is not
+        Keeps the layer's invariants; I2 only if it is not
         persistent.
         """
-        super().__init__(module, device=device, offload=offload, mesh=mesh,
-                         activations=activations)
+        super().__init__(module, **options)
         self.order = order
         self.schedule = order
         self.path = path
