@@ -116,8 +116,7 @@ class Trace:
         ### Expect the next pass of this kind to go like this one
         """
         if self.kind:
-            expected = self.learnt.get(self.kind, self.seen)
-            self.misses += self.seen != expected
+            self.misses += self.seen != self.learnt.get(self.kind, self.seen)
             self.learnt[self.kind] = self.seen
         self.kind = ""
 
