@@ -284,16 +284,15 @@ class Unit(StandIn, Zero3Layer):
         each layer is met once.
         """
         memo = set() if memo is None else memo
-        if self in memo:
-            return
-        if remove_duplicate:
-            memo.add(self)
-        yield prefix, self
-        inside = () if isinstance(self.module, Together) else self.module._modules.items()
-        for name, child in (*inside, ("chunk", self.chunk)):
-            if child is not None:
-                path = f"{prefix}.{name}".strip(".")
-                yield from child.named_modules(memo, path, remove_duplicate)
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            if not isinstance(self.module, Together):
+                inside = self.module.named_modules(memo, prefix, remove_duplicate)
+                yield from ((path, m) for path, m in inside if m is not self.module)
+            yield from self.chunk.named_modules(
+                memo, f"{prefix}.chunk".strip("."), remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """
