@@ -665,27 +665,16 @@ class TracedOrder(Schedule):
         """
         #### The units that come soon: as many as `prefetch_numel` has room for
         """
-        return _first(_unused(upcoming), self.prefetch_numel)
-
-
-def _unused(upcoming: list[Unit]) -> Iterator[Unit]:
-    """
-    #### These units, each followed by those whose parameters it uses, but for those in use
-    """
-    return (unit for user in upcoming
-            for unit in (user, *user.externals)
-            if not unit.holders)
-
-
-def _first(units: Iterable[Unit], most_numel: int) -> list[Unit]:
-    """
-    #### The first ones of these units, which have at most so many elements together
-    """
-    found: dict[Unit, None] = {}
-    for unit in units:
-        if unit not in found:
-            most_numel -= unit.numel
-            if most_numel < 0:
-                break
-            found[unit] = None
-    return [*found]
+        # Each is followed by those whose parameters it uses. Those in use are full anyway.
+        unused = (unit for user in upcoming
+                  for unit in (user, *user.externals)
+                  if not unit.holders)
+        found: dict[Unit, None] = {}
+        left_numel = self.prefetch_numel
+        for unit in unused:
+            if unit not in found:
+                left_numel -= unit.numel
+                if left_numel < 0:
+                    break
+                found[unit] = None
+        return [*found]
