@@ -143,24 +143,24 @@ class StandIn(nn.Module):
     module: Any
     order: "TracedOrder"
 
-    def _plain(self) -> Any:
+    def _unit(self) -> Any:
         """
-        #### The plain module
+        #### The unit that has the plain module
         """
-        return self.module
+        return self
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return self._read(name)
-
-    def _read(self, name: str) -> Any:
-        """
-        #### Read an attribute of the plain module
-        """
-        unit: Any = super().__getattr__("module")
-        return unit._read(name)
+            unit = self._unit()
+            # Not `unit.module`, which would get here again before there is one.
+            plain = nn.Module.__getattr__(unit, "module")
+            if not isinstance(getattr(type(plain), name, None), property):
+                return getattr(plain, name)
+            # A property may ask for the parameters.
+            with unit.guard:
+                return getattr(plain, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self) and not isinstance(value, (nn.Module, torch.Tensor)):
@@ -175,13 +175,13 @@ class StandIn(nn.Module):
         if is_own:
             super().__setattr__(name, value)
         else:
-            setattr(self._plain(), name, value)
+            setattr(self._unit().module, name, value)
 
     def __delattr__(self, name: str) -> None:
         try:
             super().__delattr__(name)
         except AttributeError:
-            delattr(self._plain(), name)
+            delattr(self._unit().module, name)
 
     def __len__(self) -> int:
         return len(self.module)
@@ -244,16 +244,6 @@ class Unit(StandIn, Zero3Layer):
         self.externals: list[Unit] = []  # units whose parameters its modules use
         # The state of the shards that it was gathered from, if it is persistent.
         self._stamp: Any = None
-
-    def _read(self, name: str) -> Any:
-        """
-        #### Read an attribute of the module
-        """
-        module = super().__getattr__("module")
-        if not isinstance(getattr(type(module), name, None), property):
-            return getattr(module, name)
-        with self.guard:
-            return getattr(module, name)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

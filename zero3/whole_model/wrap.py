@@ -165,11 +165,11 @@ class Zero3Model(StandIn, ShardedModel):
 
         after_steps[self] = count
 
-    def _plain(self) -> nn.Module:
+    def _unit(self) -> Any:
         """
-        #### The plain model
+        #### The root, which has the plain model
         """
-        return self.module.module
+        return nn.Module.__getattr__(self, "module")
 
     # ----------------------------------------------------------------------------------- settings
 
