@@ -57,9 +57,8 @@ while it is away is empty.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -135,8 +134,7 @@ class StatesAway:
                                        tier="cpu" if event == "offload" else "device")
 
 
-@dataclass
-class Part:
+class Part(NamedTuple):
     """
     ## A master or a moment that moves
     """
@@ -155,8 +153,7 @@ def optimizer_on_device(layer: Zero3Layer) -> Zero3Optimizer | None:
     """
     bucket: Any = layer.reducer
     optimizer: Zero3Optimizer | None = bucket.optimizer and bucket.optimizer()
-    on_device = optimizer is not None and optimizer.offload.tier == "device"
-    return optimizer if on_device else None
+    return optimizer if optimizer and optimizer.offload.tier == "device" else None
 
 
 def movable(states: ShardStates, optimizer: Zero3Optimizer
