@@ -222,25 +222,19 @@ def refuse_views(graph: fx.Graph, places: Sequence[Place | None]) -> None:
     The graph frees the memory of the parameter before it returns.
     """
     # The parameters of a layer are views of one flat parameter.
-    inputs = graph.find_nodes(op="placeholder")
-    layers = {_storage(node): place.layer for node, place in zip(inputs, places, strict=True)
+    inputs = zip(graph.find_nodes(op="placeholder"), places, strict=True)
+    layers = {node.meta["example_value"].untyped_storage()._cdata: place.layer
+              for node, place in inputs
               if place}
     for node in graph.output_node().all_input_nodes:
-        layer = layers.get(_storage(node))
-        expect(layer is None, "the model cannot be compiled",
-               "tensors of their own as results of a graph", f"a view of a parameter of `{layer}`, "
-               "which the graph is about to free", "clone it; or compute it where it is needed, if "
-               "the graph ends early in between", RuntimeError)
-
-
-def _storage(node: fx.Node) -> Any:
-    """
-    #### What traced tensors of the same memory have in common
-    """
-    value = node.meta.get("example_value")
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return None
-    return value.untyped_storage()._cdata
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            layer = layers.get(value.untyped_storage()._cdata)
+            expect(layer is None, "the model cannot be compiled",
+                   "tensors of their own as results of a graph",
+                   f"a view of a parameter of `{layer}`, which the graph is about to free",
+                   "clone it; or compute it where it is needed, if the graph ends early in between",
+                   RuntimeError)
 
 
 def refuse_writes(inputs: Sequence[Any], places: Sequence[Place | None]) -> None:
