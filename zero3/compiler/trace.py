@@ -110,10 +110,10 @@ class Graphs:
                 parts.append(f"{name} {len(find(graph, gather))} gathers, "
                              f"{len(find(graph, reduce))} reduces, at most {most:,} full elements")
         gone = [layer for node in find(self.forward, offload) for layer in layers_of(node)]
-        for what, layers in (("kept for backward", self.kept),
-                             ("optimizer states that leave meanwhile", gone)):
-            if layers:
-                parts.append(f"{what}: {', '.join(layers)}")
+        parts += [f"{what}: {', '.join(layers)}"
+                  for what, layers in (("kept for backward", self.kept),
+                                       ("optimizer states that leave meanwhile", gone))
+                  if layers]
         if self.broken:
             parts.append("ended early")
         return "; ".join(parts)
