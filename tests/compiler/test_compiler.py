@@ -700,7 +700,7 @@ def test_keep_leaves_the_last_layers_full_for_backward():
 
 def test_bucket_lets_a_reduce_wait_for_the_next_one():
     """
-    Proves `bucket`, `passes._numel`, `insert_before`, `insert_after`.
+    Proves `bucket`, `passes._numel`, `insert_after`.
     """
     backward = insert(chain_graphs("abcd")[1])
     merged = unchanged(lambda g: bucket(g, FOUR, 20), backward)
@@ -1102,7 +1102,7 @@ def test_models_that_cannot_be_right_are_errors():
     """
     A write to a parameter would be lost; a view that leaves a graph is freed memory; a sparse
     gradient has no place in the flat one.
-    Proves `refuse_writes`, `refuse_views`, `_storage`, `trace.Place`.
+    Proves `refuse_writes`, `refuse_views`, `trace.Place`.
     """
     for make in (lambda: Stack(Writes, 1), lambda: Stack(Silently, 1)):
         model = compile(make(), Block, backend="aot_eager")
@@ -1188,7 +1188,7 @@ def test_ranks_that_take_other_branches_get_an_error_on_all_ranks():
 def test_arguments_that_cannot_be_are_errors():
     """
     They are found before anything changes: the same model can be wrapped afterwards.
-    Proves `engine_named`, `Eager.missing`, `compile`, `wrap`, `Activations.of`.
+    Proves `CompiledModel._engine_named`, `Eager.missing`, `compile`, `wrap`, `Activations.of`.
     """
     plain = Stack()
     for error, options in ((ValueError, {"limit_numel": 0}), (ValueError, {"bucket_bytes": -1}),

@@ -53,7 +53,6 @@ of a parameter is an error, and so is a `register_hook` if the gradient comes fr
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -67,7 +66,6 @@ from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import counters
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero3.comm.collectives import Communicator
 from zero3.compiler.away import StatesAway, leaving
 from zero3.compiler.engines import Eager, Inductor
 from zero3.compiler.graph import find, full_numel, gather, layers_of, reduce
@@ -150,7 +148,6 @@ class CompiledUnit(Unit):
         """
         self._prepare(recompute=False)
         self.by_hooks = False
-        self.holders.discard(_OUTSIDE)
         self.reshard()
 
     # ------------------------------------------------------------------- operations of a graph
@@ -351,11 +348,26 @@ class CompiledModel(Zero3Model):
                           "the same memory. What to do: nothing, or leave it out.", stacklevel=4)
         self.offload_states_bytes = 0 if on_cpu else offload_states_bytes
         self.breaks: list[str] = []  # why graphs ended early, in Dynamo's words
-        self.earlier_breaks = Counter(counters["graph_break"])
-        self.engine = engine_named(backend, self.comm, self.units[0].device)(layers)
+        self.earlier_breaks = counters["graph_break"].copy()
+        self.engine = self._engine_named(backend)(layers)
         # Dynamo calls it while it traces. Elsewhere it stands for code that is not traced.
         skip_code(FreedParameter.__torch_function__.__func__.__code__)  # type: ignore[attr-defined]
         self._compile()
+
+    def _engine_named(self, name: str) -> type[Eager]:
+        """
+        #### The engine with this name, or the one that needs no compiler if a rank has none
+
+        All ranks call it (all-gather).
+        """
+        missing = self.comm.gather(ENGINES[name].missing(self.units[0].device))
+        for rank, problem in zip(self.comm.ranks, missing, strict=True):
+            if problem:
+                warnings.warn(f"rank {self.comm.global_rank}: compiled by \"aot_eager\" and not by "
+                              f"\"{name}\", because rank {rank} has no compiler: {problem}",
+                              stacklevel=5)
+                return Eager
+        return ENGINES[name]
 
     def _number_units(self) -> None:
         """
@@ -511,24 +523,6 @@ class CompiledModel(Zero3Model):
         lines += [graphs.line(self.numel) for graphs in self.graphs]
         lines += [f"{unit.label} runs with hooks" for unit in self.units if unit.untraceable]
         return "\n".join([*lines, *self.breaks])
-
-
-def engine_named(name: str,
-                 comm: Communicator,
-                 device: torch.device) -> type[Eager]:
-    """
-    ## The engine, or the one that needs no compiler if a rank has none
-
-    All ranks call it (all-gather).
-    """
-    missing = comm.gather(ENGINES[name].missing(device))
-    for rank, problem in zip(comm.ranks, missing, strict=True):
-        if problem:
-            warnings.warn(f"rank {comm.global_rank}: compiled by \"aot_eager\" and not by "
-                          f"\"{name}\", because rank {rank} has no compiler: {problem}",
-                          stacklevel=5)
-            return Eager
-    return ENGINES[name]
 
 
 def compile(model: nn.Module, layer_classes: Classes | None = None, *,
