@@ -271,10 +271,9 @@ class CompiledUnit(Unit):
             return super().fetch_for_others()
         self.holders.add(_OUTSIDE)
         self.by_hooks = True
-        # This layer, or the layers that share this unit.
-        shares = isinstance(self.module, Together)
         for unit in self.order.units:
-            if unit is self or (shares and self in unit.externals):
+            # This layer, or the layers that share this unit.
+            if unit is self or (isinstance(self.module, Together) and self in unit.externals):
                 # The root's hooks would run the whole model without graphs.
                 unit.untraceable = unit is not self.root
         self.fetch_params()

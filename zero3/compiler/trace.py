@@ -135,9 +135,10 @@ def graphs_of(known: dict[int, Place], lower: Callable[[], Any], engine: Any,
     places = [known.get(id(each)) for each in inputs]
     guard_parameters(traced.graph, places)
     refuse_views(traced.graph, places)
-    number = str(torch._guards.CompileContext.current_compile_id())
     end = getattr(traced, "compile_subgraph_reason", None)
-    graphs = Graphs(number, end.reason if end is not None and end.graph_break else "")
+    graphs = Graphs(
+        number=str(torch._guards.CompileContext.current_compile_id()),
+        broken=end.reason if end is not None and end.graph_break else "")
 
     def partition(joint: fx.GraphModule,
                   *args: Any,

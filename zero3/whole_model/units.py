@@ -141,7 +141,6 @@ class StandIn(nn.Module):
     """
 
     module: Any
-    order: "TracedOrder"
 
     def _unit(self) -> Any:
         """

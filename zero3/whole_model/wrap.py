@@ -479,21 +479,20 @@ class _Wrapping:
         """
         #### Make the units that have the parameters of several layers
         """
-        owner = self.owner
-        if not owner.unit_bytes or owner.comm.world_size == 1:
+        if not self.owner.unit_bytes or self.owner.comm.world_size == 1:
             return []
         layers = {place.layer for place in places}
         tied = {t for t, names in self.names.items() if len(names) > 1}
         # Layers without units inside of them, whose tensors have one name each.
         may_share = [place for place in places
-                     if (owner.is_chain or not place.is_leaf)
+                     if (self.owner.is_chain or not place.is_leaf)
                      and tied.isdisjoint(place.layer.parameters())
                      and layers.intersection(place.layer.modules()) == {place.layer}]
         rest_numel = sum(p.numel() for p in self.owners)
         # There has to be room for two of them.
-        most_numel = ((owner.order.max_live_numel or MOST) - rest_numel) / 2
+        most_numel = ((self.owner.order.max_live_numel or MOST) - rest_numel) / 2
         return [self._unit(Together(shared), "", leaf=False)
-                for shared in neighbours(may_share, owner.unit_bytes, most_numel)]
+                for shared in neighbours(may_share, self.owner.unit_bytes, most_numel)]
 
     def _unit(self, layer: nn.Module, path: str, leaf: bool) -> Unit:
         """
