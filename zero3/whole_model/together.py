@@ -62,10 +62,7 @@ class Together(nn.Module):
         """
         ### A module in one of the layers, by its name in the model
         """
-        for path, layer in self._modules.items():
-            if layer is not None and f"{target}.".startswith(f"{path}."):
-                return layer.get_submodule(target[len(path) + 1 :])
-        return super().get_submodule(target)
+        return dict(self.named_modules(remove_duplicate=False))[target]
 
 
 def neighbours(places: Iterable[LayerPlace], most_bytes: int, most_numel: float
