@@ -1188,7 +1188,7 @@ def test_ranks_that_take_other_branches_get_an_error_on_all_ranks():
 def test_arguments_that_cannot_be_are_errors():
     """
     They are found before anything changes: the same model can be wrapped afterwards.
-    Proves `CompiledModel._engine_named`, `Eager.missing`, `compile`, `wrap`, `Activations.of`.
+    Proves `CompiledModel._engine_named`, `Inductor.missing`, `compile`, `wrap`, `Activations.of`.
     """
     plain = Stack()
     for error, options in ((ValueError, {"limit_numel": 0}), (ValueError, {"bucket_bytes": -1}),

@@ -65,13 +65,6 @@ class Eager:
         # The compiler keeps the engine when the model is gone.
         self.layers: Any = WeakValueDictionary(layers)
 
-    @classmethod
-    def missing(cls, device: torch.device) -> str:
-        """
-        ### The compiler that this machine lacks, or an empty string
-        """
-        return ""
-
     def compile(self, graph: fx.Graph) -> Callable:
         """
         ### A function that takes a list of arguments, and empties it
@@ -116,6 +109,9 @@ class Inductor(Eager):
 
     @classmethod
     def missing(cls, device: torch.device) -> str:
+        """
+        ### The compiler that this machine lacks, or an empty string
+        """
         if device.type != "cpu":
             from torch.utils._triton import has_triton
 

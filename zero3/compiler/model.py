@@ -359,7 +359,8 @@ class CompiledModel(Zero3Model):
 
         All ranks call it (all-gather).
         """
-        missing = self.comm.gather(ENGINES[name].missing(self.units[0].device))
+        missing = self.comm.gather(
+            Inductor.missing(self.units[0].device) if name == Inductor.name else "")
         for rank, problem in zip(self.comm.ranks, missing, strict=True):
             if problem:
                 warnings.warn(f"rank {self.comm.global_rank}: compiled by \"aot_eager\" and not by "
