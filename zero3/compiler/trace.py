@@ -245,10 +245,10 @@ def refuse_writes(inputs: Sequence[Any], places: Sequence[Place | None]) -> None
     The parameter is freed, and the shard would keep its value.
     """
     for place, known in zip(places, inputs, strict=False):
-        written = place is not None and (known.mutates_data or known.mutates_metadata)
-        expect(not written, "the model cannot be compiled", "parameters that only an optimizer "
-               "changes", f"a write to `{place and place.name}` in forward", "write to the shards "
-               "between two steps, or in `with model.full_params(writeback=True)`", RuntimeError)
+        expect(place is None or not (known.mutates_data or known.mutates_metadata),
+               "the model cannot be compiled", "parameters that only an optimizer changes",
+               f"a write to `{place and place.name}` in forward", "write to the shards between two "
+               "steps, or in `with model.full_params(writeback=True)`", RuntimeError)
 
 
 def _parameter(graph: fx.Graph,
