@@ -172,7 +172,6 @@ FURTHER = (
         ("zero3/whole_model/wrap.py", "`wrap`: shard a whole model without changing it"),
         ("zero3/whole_model/materialise.py",
          "models larger than memory"),
-        ("zero3/whole_model/together.py", "small layers share a unit"),
         ("zero3/whole_model/__main__.py", "its command line"),
         ("notebooks/07_whole_models.ipynb", "How is a model prefetched that is no chain?")),
     chapter(

@@ -34,7 +34,6 @@ of the book (`docs/`).
 | more | `whole_model/units.py` | layers of a whole model, in a recorded order |
 | more | `whole_model/wrap.py` | `wrap`: shard a whole model without changing it |
 | more | `whole_model/materialise.py` | models larger than memory |
-| more | `whole_model/together.py` | small layers share a unit |
 | more | `checkpoint/save_load.py` | `save` and `load`, on any number of ranks |
 | more | `checkpoint/reader.py` | a checkpoint on disk, complete or absent |
 | more | `checkpoint/entries.py` | the contents of a checkpoint |

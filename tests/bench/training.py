@@ -87,8 +87,8 @@ NODES_TIMED = ["zero3/comm/links.py", "zero3/comm/encodings.py"]
 STAGES_TIMED = [f"zero3/pipeline/{name}.py" for name in (
     "schedules", "channels", "stages", "pipeline")]
 # And with `--compile`.
-COMPILED_TIMED = ["zero3/whole_model/together.py", *(f"zero3/compiler/{name}.py" for name in (
-    "graph", "passes", "trace", "engines", "model"))]
+COMPILED_TIMED = [f"zero3/compiler/{name}.py" for name in (
+    "graph", "passes", "trace", "engines", "model")]
 # What a run is measured by: its heading, its format, and what to divide by.
 COLUMNS = {
     "tokens_per_s": ("tokens/s", ",.0f", 1),

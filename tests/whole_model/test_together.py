@@ -24,7 +24,7 @@ from zero3 import Offload, Zero3Optimizer, wrap
 from zero3.comm.encodings import Int8
 from zero3.comm.links import Links
 from zero3.estimate.ledger import Ledger, held_bytes
-from zero3.whole_model.together import Together
+from zero3.whole_model.units import Together
 
 ALL = 10**9
 # Tied, external, nested and persistent units, several data types, a layer called twice.

@@ -78,8 +78,7 @@ from zero3.guards.options import expect, whole
 from zero3.offload.activations import Forward, LayerActivations, bring_back
 from zero3.optimizer.buckets import PlannedBucket
 from zero3.watch import in_backward
-from zero3.whole_model.together import Together
-from zero3.whole_model.units import Unit
+from zero3.whole_model.units import Together, Unit
 from zero3.whole_model.wrap import Classes, Zero3Model, wrap
 
 ENGINES: dict[str, type[Eager]] = {"aot_eager": Eager, "inductor": Inductor}

@@ -190,7 +190,7 @@ def bucket(graph: fx.Graph,
     """
     ## Let a reduce wait for the next one, while both are small
 
-    Small layers share gathers only in a unit of several layers (see `together.py`).
+    Small layers share gathers only in a unit of several layers (see `Together`).
     """
     before: tuple[fx.Node, fx.Node] | None = None
     for pair in zip(find(graph, reduce), find(graph, finish), strict=True):

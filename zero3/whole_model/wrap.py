@@ -60,8 +60,14 @@ from zero3.optimizer.steps import after_steps
 from zero3.sharded import Sharded, ShardedModel, communicator
 from zero3.watch import tensors_in
 from zero3.whole_model.materialise import Source, save
-from zero3.whole_model.together import LayerPlace, Together, neighbours
-from zero3.whole_model.units import StandIn, TracedOrder, Unit
+from zero3.whole_model.units import (
+    LayerPlace,
+    StandIn,
+    Together,
+    TracedOrder,
+    Unit,
+    neighbours,
+)
 
 Classes = type | Iterable[type]
 
@@ -375,7 +381,7 @@ def wrap(model: nn.Module, layer_classes: Classes, *,
     * `max_live_numel` is how many elements of full parameters there are at once, at most, but for
       `full_params` and `save`; left out, any number
     * `persist_below_numel`: as for `mark_persistent_parameters`
-    * `unit_bytes` of layers that follow each other share a unit, at most: see `together.py`
+    * `unit_bytes` of layers that follow each other share a unit, at most: see `Together`
     * `offload`, `mesh` and `activations` are as for `Zero3Layer`
     * `device` is where the model is made; left out, where it is, or the CPU
     * `seed`, `init` and `checkpoint` are as for `Source`
