@@ -169,10 +169,11 @@ class Source:
         #### Draw the values of a module
         """
         kind = type(module)
-        draw = self.init or getattr(kind, "reset_parameters",
-                                    getattr(kind, "_reset_parameters", None))
-        if draw is None and self.checkpoint is not None:
-            draw = self.own_init
+        # The first of these that there is.
+        draw = (self.init
+                or getattr(kind, "reset_parameters", None)
+                or getattr(kind, "_reset_parameters", None)
+                or (self.own_init if self.checkpoint is not None else None))
         if draw is None:
             raise ValueError(f"`{at}`, a {kind.__name__} without `reset_parameters`")
         try:
