@@ -466,10 +466,9 @@ class _Wrapping:
         together = self._units_together(places)
         units: dict[nn.Module, Unit] = {}
         for place in places:
-            layer = place.layer
-            if layer not in units:
-                units[layer] = self._unit(layer, place.path, place.is_leaf)
-            place.parent._modules[place.name] = units[layer]
+            if place.layer not in units:
+                units[place.layer] = self._unit(place.layer, place.path, place.is_leaf)
+            place.parent._modules[place.name] = units[place.layer]
         # The root keeps its own.
         self.owners = {p: unit for p, unit in self.owners.items()
                        if unit is not None}
