@@ -144,8 +144,10 @@ class Inductor(Eager):
                                  if node not in inside)]
         inputs = [*dict.fromkeys((*_sizes(graph, [*inputs, *region]), *inputs))]
         results = [node for node in region if not inside.issuperset(node.users)]
-        region_graph = alone(region, inputs, results)
-        call = insert_after(region[-1], self._compiled(region_graph), *inputs)
+        call = insert_after(
+            region[-1],
+            self._compiled(alone(region, inputs, results)),
+            *inputs)
         for node in reversed(find(graph, *DELAYABLE)):
             # Those that stand inside follow behind it, in their order.
             if region[0] < node < call:

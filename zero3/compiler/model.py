@@ -318,8 +318,12 @@ class CompiledModel(Zero3Model):
 
     unit_class = CompiledUnit
 
-    def __init__(self, *args: Any, backend: str, limit_numel: int | None, bucket_bytes: int,
-                 offload_states_bytes: int, is_chain: bool):
+    def __init__(self, *args: Any,
+                 backend: str,
+                 limit_numel: int | None,
+                 bucket_bytes: int,
+                 offload_states_bytes: int,
+                 is_chain: bool):
         """
         ### Make the units, and choose how to compile them
 

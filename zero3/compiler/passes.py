@@ -67,7 +67,10 @@ from zero3.compiler.graph import (
 Step = tuple[str, fx.Graph, fx.Graph | None]
 
 
-def improve(forward: fx.Graph, backward: fx.Graph | None, numel: dict[str, int], limit: int,
+def improve(forward: fx.Graph,
+            backward: fx.Graph | None,
+            numel: dict[str, int],
+            limit: int,
             bucket_numel: int) -> tuple[list[Step], list[str]]:
     """
     ## All passes, one after the other
@@ -159,8 +162,10 @@ def _insert_gather(graph: fx.Graph, layer: str) -> None:
 
 
 @on_copies
-def keep(forward: fx.Graph, backward: fx.Graph, numel: dict[str, int], limit: int
-         ) -> tuple[fx.Graph, fx.Graph, list[str]]:
+def keep(forward: fx.Graph,
+         backward: fx.Graph,
+         numel: dict[str, int],
+         limit: int) -> tuple[fx.Graph, fx.Graph, list[str]]:
     """
     ## Keep layers whole from forward to backward, as far as the limit admits
 
@@ -255,8 +260,9 @@ def sink(graph: fx.Graph) -> fx.Graph:
 
 
 @on_copies
-def offload_states(forward: fx.Graph, backward: fx.Graph, layers: list[str]
-                   ) -> tuple[fx.Graph, fx.Graph]:
+def offload_states(forward: fx.Graph,
+                   backward: fx.Graph,
+                   layers: list[str]) -> tuple[fx.Graph, fx.Graph]:
     """
     ## Have the optimizer states of some layers rest in CPU memory between forward and backward
 

@@ -119,8 +119,11 @@ class Graphs:
         return "; ".join(parts)
 
 
-def graphs_of(known: dict[int, Place], lower: Callable[[], Any], engine: Any,
-              traced: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+def graphs_of(known: dict[int, Place],
+              lower: Callable[[], Any],
+              engine: Any,
+              traced: fx.GraphModule,
+              inputs: Sequence[Any]) -> Callable:
     """
     ## Compile what Dynamo has traced: a backend of `torch.compile`, but for the first arguments
 
@@ -263,8 +266,9 @@ def _parameter(graph: fx.Graph,
     return value
 
 
-def save_no_parameters(forward: fx.Graph, backward: fx.Graph, places: Sequence[Place | None]
-                       ) -> None:
+def save_no_parameters(forward: fx.Graph,
+                       backward: fx.Graph,
+                       places: Sequence[Place | None]) -> None:
     """
     ## Have backward make the views of parameters again, and not save them
 
@@ -329,7 +333,9 @@ def _also_saved(forward: fx.Graph,
     return found
 
 
-def save_versions(forward: fx.Graph, backward: fx.Graph, results: int,
+def save_versions(forward: fx.Graph,
+                  backward: fx.Graph,
+                  results: int,
                   places: Sequence[Place | None]) -> None:
     """
     ## Have backward refuse weights that have changed since forward

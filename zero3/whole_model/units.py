@@ -106,14 +106,14 @@ class Trace:
         ### Begin a pass, and end the one before it
         """
         self.end()
-        # Backward never reaches a unit that left nothing in the graph.
-        guess = [unit for unit in reversed(self.left)
-                 if kind == "backward" and unit.watch.pending]
         if kind == "forward":
             self.left = []
         self.kind = kind
         self.seen = []
-        self.known = self.learnt.get(kind, guess)
+        # Backward never reaches a unit that left nothing in the graph.
+        self.known = self.learnt.get(
+            kind,
+            [unit for unit in reversed(self.left) if kind == "backward" and unit.watch.pending])
 
     def end(self) -> None:
         """
@@ -268,7 +268,9 @@ class Unit(StandIn, Zero3Layer):
     def _get_name(self) -> str:
         return type(self).__name__
 
-    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "",
+    def named_modules(self,
+                      memo: set[nn.Module] | None = None,
+                      prefix: str = "",
                       remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
         """
         ### Itself and the modules inside, named as in the plain model
@@ -723,8 +725,9 @@ class Together(nn.Module):
         return dict(self.named_modules(remove_duplicate=False))[target]
 
 
-def neighbours(places: Iterable[LayerPlace], most_bytes: int, most_numel: float
-               ) -> list[list[LayerPlace]]:
+def neighbours(places: Iterable[LayerPlace],
+               most_bytes: int,
+               most_numel: float) -> list[list[LayerPlace]]:
     """
     ## Layers that follow each other, and together are small
 
