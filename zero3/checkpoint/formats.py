@@ -53,6 +53,7 @@ from zero3.checkpoint.reader import (
     CheckpointReader,
     FlatEntry,
     Listing,
+    Param,
     StatesEntry,
     clean_up_interrupted_saves,
     commit_checkpoint,
@@ -318,26 +319,27 @@ def dcp_state(checkpoint: Listing, replicated: dict[str, torch.Tensor]) -> dict[
 
     * `replicated` has the tensors that every rank has whole
     """
-    model = {**replicated}
-    states: dict[str, dict[str, object]] = {}
-    for param in checkpoint.params:
-        values = _meta(checkpoint.dtype(param, "param"), param.shape)
-        model |= dict.fromkeys(param.entry["names"], values)
-        moments = {key: _meta(checkpoint.dtype(param, key), param.shape)
-                   for key in param.states["moments"]}
-        states[param.name] = {
+    model = replicated | {
+        name: _meta(checkpoint, param, "param")
+        for param in checkpoint.params
+        for name in param.entry["names"]}
+    states = {
+        param.name: {
             **decode(param.states["scalars"]),
-            **moments}
-    states = {name: known for name, known in states.items() if known}
-    state: dict[str, object] = {"model": model}
-    if groups := _dcp_groups(checkpoint, [*states]):
-        state["optim"] = {"state": states, "param_groups": groups}
-    return state
+            **{key: _meta(checkpoint, param, key) for key in param.states["moments"]}}
+        for param in checkpoint.params
+        if param.states["scalars"] or param.states["moments"]}
+    groups = _dcp_groups(checkpoint, [*states])
+    optim = {"optim": {"state": states, "param_groups": groups}} if groups else {}
+    return {"model": model, **optim}
 
 
-def _meta(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _meta(checkpoint: Listing,
+          param: Param,
+          key: str) -> torch.Tensor:
     # A tensor without elements needs no planner.
-    return torch.empty(shape, dtype=dtype, device="meta" if math.prod(shape) else "cpu")
+    device = "meta" if param.numel else "cpu"
+    return torch.empty(param.shape, dtype=checkpoint.dtype(param, key), device=device)
 
 
 def _dcp_groups(checkpoint: Listing, trained: list[str]) -> list[dict[str, object]]:
