@@ -45,7 +45,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from zero3 import __version__
@@ -463,11 +463,11 @@ class DcpFolder:
 
         Returns the value for each parameter and key, or for each param group and option.
         """
-        wanted: dict[str, torch.Tensor | None] = {}
-        for dcp_key in keys.values():
-            entry = self.entries[dcp_key]
-            wanted[dcp_key] = None if isinstance(entry, BytesStorageMetadata) else torch.empty(
-                entry.size, dtype=entry.properties.dtype, device="cpu")
+        entries = {dcp_key: self.entries[dcp_key] for dcp_key in keys.values()}
+        wanted = {
+            dcp_key: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+            if isinstance(entry, TensorStorageMetadata) else None
+            for dcp_key, entry in entries.items()}
         planner = _Objects()
         planner.set_up_planner(wanted, self.metadata, True)
         with errors_name(what):
@@ -481,8 +481,8 @@ class DcpFolder:
         """
         ### Read a whole tensor
         """
-        pair = (name, key)
-        return self.read_all({pair: self.keys[pair]}, f"`{name}`, its {key}")[name][key]
+        keys = {(name, key): self.keys[name, key]}
+        return self.read_all(keys, f"`{name}`, its {key}")[name][key]
 
 
 def _dcp_keys(metadata: dcp.Metadata) -> tuple[DcpKeys, DcpKeys]:
