@@ -248,8 +248,8 @@ def from_deepspeed(source: Path, folder: Path) -> None:
     # Stage 3 stores one number of steps for all parameters; stages 1 and 2 one beside each.
     steps_of_all = model["global_steps"] - model.get("skipped_steps", 0)
     with suppress(OSError, KeyError):
-        options = _load_deepspeed(root / "zero" / "optimizer_state.pt")
-        steps_of_all = options["optimizer_state_dict"]["state"][0]["step"]
+        optimizer = _load_deepspeed(root / "zero" / "optimizer_state.pt")["optimizer_state_dict"]
+        steps_of_all = optimizer["state"][0]["step"]
 
     tensors = {name: {"param": (b.dtype, tuple(b.shape))}
                for name, b in buffers.items()}
