@@ -182,8 +182,6 @@ FURTHER = (
         ("zero3/checkpoint/reader.py", "a checkpoint on disk, complete or absent"),
         ("zero3/checkpoint/entries.py",
          "the contents of a checkpoint"),
-        ("zero3/checkpoint/tensor_files.py",
-         "ranges of tensors in files"),
         ("zero3/checkpoint/formats.py", "formats of other libraries"),
         ("zero3/checkpoint/convert.py", "converting between them"),
         ("zero3/checkpoint/__main__.py", "its command line"),

@@ -38,9 +38,8 @@ from torch import nn
 
 from docs.svg import FONT, LETTER, STRIPED, Drawing, figure, origin
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, commit_name
-from zero3.checkpoint.reader import CheckpointReader, Param, newest
+from zero3.checkpoint.reader import CheckpointReader, Param, TensorFile, newest
 from zero3.checkpoint.save_load import load, save
-from zero3.checkpoint.tensor_files import TensorFile
 from zero3.estimate.ledger import Ledger
 from zero3.offload.in_file import InFile
 from zero3.train import launch

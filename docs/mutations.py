@@ -279,7 +279,7 @@ MUTATIONS = [
             "zeros or the activations of an earlier step. In this program each write is a second "
             "late. With a quick disk and long layers you would not notice for a while."),
     Mutation(
-        "unchecked", "checkpoint/tensor_files.py", "read_block",
+        "unchecked", "checkpoint/reader.py", "read_block",
         title="Checksums are not verified",
         old="""\
     Broken.unless(f"{zlib.crc32(block):08x}" == crc32,

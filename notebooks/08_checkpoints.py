@@ -257,9 +257,9 @@ assert all(f"file of rank {N - 1}, is damaged" in error and unchanged for error,
 # `load` first reads and checks everything. Then the ranks agree that all of them have succeeded,
 # and only then do they change the model. Otherwise some ranks would have loaded and others not.
 # [Each block of 1 MiB has a
-# checksum](../zero3/checkpoint/tensor_files.py#files-of-tensors-with-checksums), so a reader of a
-# range checks only the blocks that it reads. The previous checkpoint is intact: the ranks loaded it
-# next.
+# checksum](../zero3/checkpoint/reader.py#read-ranges-of-a-safetensors-file-and-check-them), so a
+# reader of a range checks only the blocks that it reads. The previous checkpoint is intact: the
+# ranks loaded it next.
 #
 # ## Save while training continues
 #

@@ -37,7 +37,6 @@ of the book (`docs/`).
 | more | `checkpoint/save_load.py` | `save` and `load`, on any number of ranks |
 | more | `checkpoint/reader.py` | a checkpoint on disk, complete or absent |
 | more | `checkpoint/entries.py` | the contents of a checkpoint |
-| more | `checkpoint/tensor_files.py` | ranges of tensors in files |
 | more | `checkpoint/formats.py` | formats of other libraries |
 | more | `checkpoint/convert.py` | converting between them |
 | more | `comm/mesh.py` | a model on some of the ranks, and replicas |

@@ -35,17 +35,18 @@ from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, load, save, wrap
 from zero3.checkpoint.convert import main
 from zero3.checkpoint.entries import Entries
-from zero3.checkpoint.formats import _MetadataUnpickler, from_tensors
+from zero3.checkpoint.formats import _MetadataUnpickler, check_name, from_tensors
 from zero3.checkpoint.reader import (
     _LOCKED,
     MANIFEST,
     CheckpointReader,
+    TensorFile,
     file_name,
     lock_folder,
     newest,
+    read_block,
 )
 from zero3.checkpoint.save_load import _random_states
-from zero3.checkpoint.tensor_files import TensorFile, check_name, read_block
 from zero3.guards.command_line import one_line
 from zero3.offload.tensors import Broken, checksums
 

@@ -31,13 +31,13 @@ from zero3.checkpoint.formats import from_tensors
 from zero3.checkpoint.reader import (
     MANIFEST,
     CheckpointReader,
+    TensorFile,
     decode,
     encode,
     file_name,
     newest,
     steps,
 )
-from zero3.checkpoint.tensor_files import TensorFile
 from zero3.offload.disk import File
 from zero3.offload.tensors import BLOCK_BYTES, Broken, Writer
 
@@ -562,7 +562,7 @@ def test_layers_of_two_data_types_are_loaded_into_one_without_rounding(tmp_path)
 
 def test_a_range_of_a_parameter_is_read_from_its_own_blocks(tmp_path, monkeypatch):
     """
-    The bound in `tensor_files.py`: n bytes are in n / 2^20 blocks, rounded up, and one more. Breaks
+    The bound in `reader.py`: n bytes are in n / 2^20 blocks, rounded up, and one more. Breaks
     where a reader reads what it does not need.
     Proves `CheckpointReader.read`, `TensorFile.read`, `TensorFile.read_bytes`,
     `TensorFile.block`.

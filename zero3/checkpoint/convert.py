@@ -11,8 +11,8 @@ process without the model or a GPU.
 | `torch.distributed.checkpoint` (FSDP2) | `universal --format dcp` | weights, states, options |
 
 `universal` finds the direction itself. Options go to DCP, and `load_dcp` alone reads them. `Writer`
-has 32 MiB of pieces, `TensorFile` keeps 16 MiB of blocks, and torch copies a parameter when it
-unpickles it:
+has 32 MiB of pieces, `CheckpointReader` keeps 16 MiB of blocks, and torch copies a parameter when
+it unpickles it:
 
 $$\text{memory} \le 2 \cdot \text{largest parameter} + 32 \text{ MiB} + 16 \text{ MiB}$$
 
@@ -45,7 +45,6 @@ from zero3.checkpoint.reader import (
     newest,
     steps,
 )
-from zero3.checkpoint.tensor_files import check_files
 from zero3.offload.tensors import BLOCK_BYTES, TYPES, Broken, Like, write_tensors
 
 # ------------------------------------------------------------------------------------------ verify
@@ -143,6 +142,17 @@ def main(argv: list[str] | None = None) -> int:
         print_escaped(f"zero3.checkpoint {args.command}: {_in_a_line(error)}", sys.stderr)
         return 1
     return 0
+
+
+def check_files(source: Path) -> None:
+    """
+    ## Refuse a pipe or a device in the place of a file, here or in this folder
+
+    Nobody may ever write to a pipe, and reading it would wait for that. Raises `Broken`.
+    """
+    for path in (source, *source.rglob("*")):
+        Broken.unless(not path.exists() or path.is_file() or path.is_dir(),
+                      f"{path} is neither a file nor a folder")
 
 
 def _checkpoint_in(folder: Path) -> Path:

@@ -64,7 +64,6 @@ from zero3.checkpoint.reader import (
     make_output_folder,
     partial_path,
 )
-from zero3.checkpoint.tensor_files import check_name
 from zero3.guards.command_line import one_line
 from zero3.offload.tensors import Broken, Like, type_name, write_tensors
 
@@ -142,6 +141,22 @@ def flat_entry(name: str,
                  for key, (dtype, _) in keys.items()},
         "params": [{"names": [name], "shape": [*shape], "offset": 0, "param_group": group}],
         "states": [states] if moments or scalars else []}
+
+
+def check_name(name: str, as_path: bool = False) -> str:
+    """
+    ## Check a name that was read from a file, and return it
+
+    * `as_path` says that a file or a folder will have this name
+
+    Raises `Broken` if the name is empty or has characters that do not print. Names of files must
+    not lead out of their folder either, so `.`, `..` and separators are refused.
+    """
+    leads_away = as_path and (name in (".", "..") or "/" in name or "\\" in name)
+    kind = "file or folder" if as_path else "parameter or moment"
+    Broken.unless(bool(name) and name.isprintable() and not leads_away, f"`{name}` is not a valid "
+                  f"name of a {kind}: it may be forged, to write to another folder")
+    return name
 
 
 def print_escaped(line: str, file: TextIO | None = None) -> None:
