@@ -272,9 +272,8 @@ class Entries(Named):
                     # A count of one element looks like a moment here, so look at a parameter of
                     # two elements. All ranks have to find the same.
                     first = first_state_of(piece.group_index, 1)
-                    counts = [key for key in moments
-                              if getattr(first.get(key), "shape", (2,)) != (2,)]
-                    others |= {key: moments.pop(key) for key in counts}
+                    others |= {key: moments.pop(key) for key in [*moments]
+                               if getattr(first.get(key), "shape", (2,)) != (2,)}
                 # An optimizer has no state for a parameter that it has not stepped yet. One of
                 # torch's has states of a shard without elements, which are of no parameter.
                 if piece.positions and (moments or others):
@@ -531,15 +530,13 @@ class Entries(Named):
 
         Nothing, if the class cannot be made with the options of the group.
         """
-        inner = self.inner.get(index)
-        make, kwargs = getattr(self.optimizer, "made_by", (type(self.optimizer), {}))
-        device = getattr(self.optimizer, "device", self.device)
+        whole = index in self.inner
+        made_by = (type(self.inner[index]), {}) if whole else getattr(
+            self.optimizer, "made_by", (type(self.optimizer), {}))
+        two = torch.zeros((2,) * (dims if whole else 1),
+                          device=getattr(self.optimizer, "device", self.device))
         try:
-            if inner:
-                return first_state(type(inner), {}, self.param_groups[index],
-                                   torch.zeros((2,) * dims, device=device))
-            return first_state(make, kwargs, self.param_groups[index],
-                               torch.zeros(2, device=device))
+            return first_state(*made_by, self.param_groups[index], two)
         except (TypeError, ValueError):
             return {}
 
