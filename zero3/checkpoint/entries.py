@@ -37,7 +37,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial, reduce
 from itertools import groupby
@@ -58,7 +58,7 @@ from zero3.checkpoint.reader import (
     encode,
 )
 from zero3.comm.parts import WeightPart, connect, length, part_of
-from zero3.flat import FlatParameter, Slot
+from zero3.flat import FlatParameter, Slot, Storage
 from zero3.guards.contents import check_groups, stray
 from zero3.guards.options import Named
 from zero3.layer import Zero3Layer
@@ -397,25 +397,14 @@ class Entries(Named):
                     key, zero.expand(length(piece.where))))
                 for piece in flat.pieces]
 
-    @contextmanager
-    def here(self, flat: Flat, write: bool = False) -> Iterator[list[Here]]:
+    def here(self, flat: Flat, write: bool = False) -> AbstractContextManager[list[Here]]:
         """
         ### Load a shard's master and moments into memory; or the shard, if it has no master
 
         * `write` stores the changed values again afterwards
         """
-        if flat.owned:
-            with flat.owned.in_memory(self.state, write=write) as here:
-                yield here
-            return
-        storage = flat.parameter.storage
-        try:
-            values = storage.load()
-            yield [Here(slice(0, len(values)), values, None)]
-            if write:
-                storage.save()
-        finally:
-            storage.release()
+        return (flat.owned.in_memory(self.state, write=write) if flat.owned
+                else _in_memory(flat.parameter.storage, write))
 
     # -------------------------------------------------------------------------------------- check
 
@@ -651,6 +640,22 @@ class Entries(Named):
                     group[key] = value
         if isinstance(self.optimizer, Zero3Optimizer):
             self.optimizer.load_scale_state(saved["scale"])
+
+
+@contextmanager
+def _in_memory(storage: Storage, write: bool) -> Iterator[list[Here]]:
+    """
+    #### Load a shard into memory
+
+    The arguments are those of `Entries.here`.
+    """
+    try:
+        values = storage.load()
+        yield [Here(slice(0, len(values)), values, None)]
+        if write:
+            storage.save()
+    finally:
+        storage.release()
 
 
 def _match_groups(checkpoint: CheckpointReader, everywhere: Names) -> dict[int, int]:
