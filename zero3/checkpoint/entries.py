@@ -34,7 +34,6 @@ parameters with different numbers of steps cannot be loaded into one.
 """
 
 import json
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -62,9 +61,8 @@ from zero3.flat import FlatParameter, Slot, Storage
 from zero3.guards.contents import check_groups, stray
 from zero3.guards.options import Named
 from zero3.layer import Zero3Layer
-from zero3.offload.in_file import InFile
 from zero3.offload.tensors import TYPES, Broken, type_name
-from zero3.optimizer.stage3 import SCALE_STATE, Zero3Optimizer, plain_names
+from zero3.optimizer.stage3 import SCALE_STATE, Zero3Optimizer, finite, plain_names
 from zero3.optimizer.states import Here, Piece, ShardStates, State, first_state
 from zero3.optimizer.whole import Owners, Spread
 from zero3.sharded import comm_of
@@ -113,7 +111,8 @@ class Flat:
         """
         ### Whether the saved values are in a file
         """
-        return isinstance(self.owned.in_file if self.owned else self.parameter.storage, InFile)
+        return (self.owned.in_file is not None if self.owned
+                else self.parameter.storage.tier == "nvme")
 
 
 class Entry(NamedTuple):
@@ -506,8 +505,7 @@ class Entries(Named):
                               f"of {value!r:.60} there, and of {like!r:.60} here")
         for key, value in saved["scale"].items():
             counts = key in SCALE_STATE and type(value) is int and value >= 0
-            scales = (isinstance(value, (int, float)) and value is not True
-                      and 0 < value < math.inf)
+            scales = finite(value) and value is not True and value > 0
             Broken.unless(scales if key == "loss_scale" else counts,
                           f"the optimizer's `{key}` is {value!r:.60} there")
 
@@ -633,11 +631,10 @@ class Entries(Named):
                 old = group.get(key)
                 if isinstance(old, torch.Tensor):
                     old.copy_(torch.as_tensor(value, device="cpu"))
-                elif isinstance(value, torch.Tensor) and old is not None:
-                    # A learning rate that was a tensor there, and is a number here.
-                    group[key] = value.tolist()
                 else:
-                    group[key] = value
+                    # A learning rate may be a tensor there, and a number here.
+                    is_number = isinstance(value, torch.Tensor) and old is not None
+                    group[key] = value.tolist() if is_number else value
         if isinstance(self.optimizer, Zero3Optimizer):
             self.optimizer.load_scale_state(saved["scale"])
 
