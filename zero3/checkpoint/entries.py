@@ -603,7 +603,13 @@ class Entries(Named):
             # The old state may have other keys.
             self.state.pop(param, None)
             if new:
-                self.state[param] = _on_device(new, self.param_groups[index], param.device)
+                group = self.param_groups[index]
+                # torch's fused and capturable steps have their counters on the device, too.
+                all_there = group.get("fused") or group.get("capturable")
+                self.state[param] = {
+                    key: value.to(param.device)
+                    if isinstance(value, torch.Tensor) and (all_there or value.dim()) else value
+                    for key, value in new.items()}
 
     def _take_wholes(self, checkpoint: CheckpointReader, owners: Owners) -> None:
         """
@@ -689,16 +695,6 @@ def _read_states(checkpoint: CheckpointReader,
         same = moment.dtype == checkpoint.dtype(found, "param")
         new[key] = moment.to(dtype) if same else moment
     return new
-
-
-def _on_device(state: dict[str, object], group: dict[str, Any], device: torch.device
-               ) -> dict[str, object]:
-    """
-    #### Move moments to the device; for torch's fused and capturable steps the counters, too
-    """
-    all_there = group.get("fused") or group.get("capturable")
-    return {key: value.to(device) if isinstance(value, torch.Tensor) and (all_there or value.dim())
-            else value for key, value in state.items()}
 
 
 def _check_states(own: Own, needed: dict[str, object]) -> None:
