@@ -1099,7 +1099,7 @@ def looks_beside_others(folder):
 def test_a_save_that_a_step_ends_leaves_one_hook_at_most(tmp_path):
     """
     Breaks where it is removed while torch goes through the hooks.
-    Proves `Saving._end_if_done`, `_end_last_save`.
+    Proves `Saving._end_if_done`, `all_here`.
     """
     assert run(looks_beside_others, 1, tmp_path) == [2]
 
@@ -1108,7 +1108,7 @@ def test_a_model_that_is_built_anew_loads_what_another_is_still_saving(tmp_path)
     """
     As in a notebook, whose next cell builds the model again. Breaks where it loads the checkpoint
     before the last, or where its own save removes the files that a thread still writes.
-    Proves `_end_last_save`, `Saving.begin`.
+    Proves `all_here`, `Saving.begin`.
     """
     first, optimizer = shard(plain())
     save(tmp_path, first, optimizer, step=1)

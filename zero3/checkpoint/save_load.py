@@ -55,7 +55,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zero3.checkpoint.entries import Entries, Entry
 from zero3.checkpoint.reader import (
@@ -74,7 +73,7 @@ from zero3.checkpoint.reader import (
     remove,
     steps,
 )
-from zero3.comm.collectives import ALONE, Communicator
+from zero3.comm.collectives import ALONE
 from zero3.comm.order import Listener
 from zero3.guards.options import Named, expect, same
 from zero3.offload.tensors import Broken, FileEntry, Writer
@@ -130,9 +129,6 @@ class _Caller(Named):
     layer_idx = ALONE
     listener = Listener()
 
-    def __init__(self, comm: Communicator):
-        self.comm = comm
-
 
 def all_here(done: str,
              folder: str | Path,
@@ -146,10 +142,12 @@ def all_here(done: str,
 
     * `done` is what is to be done with it, "saved" or "loaded"; the rest is as for `save`
 
-    All ranks must call it (all-gather of the arguments). If one rank raises, all do.
+    All ranks must call it (all-gather of the arguments). If one rank raises, all do. Afterwards no
+    asynchronous save of these ranks is in progress.
     """
     comm = comm_of(model)
-    caller = _Caller(comm)
+    caller = _Caller()
+    caller.comm = comm
     if not comm.met:
         # Without a sharded model this rank is about to raise, and the others have to hear of it.
         comm.use(torch.accelerator.current_accelerator() or torch.device("cpu"))
@@ -167,7 +165,11 @@ def all_here(done: str,
                "least 1 to `keep`", f"{step} and {keep}", "pass these")
     same(f"rank {comm.global_rank}: {caller.label} cannot be {done}", comm.ranks,
          comm.gather(mine), "call it alike on all ranks; nothing has changed")
-    _end_last_save(comm)
+    last = _LAST_SAVES.pop(comm.ranks, None)
+    if last:
+        last.hook.close()
+        if not last.complete.done():
+            last.wait()
     return entries
 
 
@@ -189,7 +191,8 @@ class Saving:
         # Closes and removes what this save has made, if it fails.
         self.undo = ExitStack()
         self.writer: Writer | None = None  # once it has reserved the disk space
-        self.hook: RemovableHandle | None = None
+        # Removes the hook of an asynchronous save.
+        self.hook = ExitStack()
         # The folder of the checkpoint when all is on the disk, or an error.
         self.complete: Future[Path] = Future()
 
@@ -221,7 +224,8 @@ class Saving:
         if async_write:
             _LAST_SAVES[self.entries.comm.ranks] = self
             if self.entries.optimizer is not None:
-                self.hook = self.entries.optimizer.register_step_pre_hook(self._end_if_done)
+                handle = self.entries.optimizer.register_step_pre_hook(self._end_if_done)
+                self.hook.callback(handle.remove)
         else:
             self.wait()
 
@@ -350,17 +354,6 @@ class Saving:
 
 # The last asynchronous save by these ranks. A program may load it into a model that is built anew.
 _LAST_SAVES: dict[tuple[int, ...], Saving] = {}
-
-
-def _end_last_save(comm: Communicator) -> None:
-    """
-    #### Wait for the last asynchronous save of these ranks, and remove its hook
-    """
-    last = _LAST_SAVES.pop(comm.ranks, None)
-    if last and last.hook:
-        last.hook.remove()
-    if last and not last.complete.done():
-        last.wait()
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
