@@ -202,17 +202,10 @@ class Accelerator(accelerate.Accelerator):
         """
         parameters = list(parameters)
         trained = {each for each in parameters if each.requires_grad}
-        for model in self._models:
-            if isinstance(model, ShardedModel) and trained == {*model.get_trainable_chunk()}:
-                return self._clip(model, max_norm, norm_type)
-        return super().clip_grad_norm_(parameters, max_norm, norm_type)
-
-    def _clip(self, model: ShardedModel,
-              max_norm: float,
-              norm_type: float) -> torch.Tensor | None:
-        """
-        #### Clip now, or make sure that the step does
-        """
+        model = next((each for each in self._models if isinstance(each, ShardedModel)
+                      and trained == {*each.get_trainable_chunk()}), None)
+        if model is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
         optimizer = self._optimizer_of(model)
         if not isinstance(optimizer, Zero3Optimizer) or not (
                 optimizer.scaled or optimizer.offload.tier != "device"):
@@ -314,10 +307,9 @@ class Accelerator(accelerate.Accelerator):
                         copies[tensor] = tensor.detach().to("cpu", copy=True)
                     found |= {f"{path}.{name}".strip("."): copies[tensor] for path in paths[layer]}
         # Names that a layer does not know, of parameters that it shares with others.
-        tied = getattr(model, "tied", {})
         return found | {
             name: copies[param]
-            for name, param in tied.items()
+            for name, param in getattr(model, "tied", {}).items()
             if param in copies}
 
 

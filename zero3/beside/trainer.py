@@ -104,8 +104,9 @@ class Trainer(transformers.Trainer):
             # In a causal model the next token is the label. transformers knows one by the name of
             # its class, which a sharded model does not have. Adapters are around the model itself.
             plain = getattr(model, "get_base_model", lambda: model)()
-            is_causal = plain._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-            self.label_smoother = partial(self.label_smoother, shift_labels=is_causal)
+            self.label_smoother = partial(
+                self.label_smoother,
+                shift_labels=plain._get_name() in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
         self.model = shard(model)
         self.model_wrapped = self.model
         self.callback_handler.model = self.model
