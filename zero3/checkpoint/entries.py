@@ -34,6 +34,7 @@ parameters with different numbers of steps cannot be loaded into one.
 """
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -62,7 +63,7 @@ from zero3.guards.contents import check_groups, stray
 from zero3.guards.options import Named
 from zero3.layer import Zero3Layer
 from zero3.offload.tensors import TYPES, Broken, type_name
-from zero3.optimizer.stage3 import SCALE_STATE, Zero3Optimizer, finite, plain_names
+from zero3.optimizer.stage3 import SCALE_STATE, Zero3Optimizer, plain_names
 from zero3.optimizer.states import Here, Piece, ShardStates, State, first_state
 from zero3.optimizer.whole import Owners, Spread
 from zero3.sharded import comm_of
@@ -505,7 +506,8 @@ class Entries(Named):
                               f"of {value!r:.60} there, and of {like!r:.60} here")
         for key, value in saved["scale"].items():
             counts = key in SCALE_STATE and type(value) is int and value >= 0
-            scales = finite(value) and value is not True and value > 0
+            scales = (isinstance(value, (int, float)) and value is not True
+                      and 0 < value < math.inf)
             Broken.unless(scales if key == "loss_scale" else counts,
                           f"the optimizer's `{key}` is {value!r:.60} there")
 
@@ -518,7 +520,7 @@ class Entries(Named):
         Nothing, if the class cannot be made with the options of the group.
         """
         whole = index in self.inner
-        made_by = (type(self.inner[index]), {}) if whole else getattr(
+        made_by: tuple[Any, dict] = (type(self.inner[index]), {}) if whole else getattr(
             self.optimizer, "made_by", (type(self.optimizer), {}))
         two = torch.zeros((2,) * (dims if whole else 1),
                           device=getattr(self.optimizer, "device", self.device))
