@@ -54,7 +54,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, 
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zero3.checkpoint.entries import NOT_SAVED, Entries
-from zero3.checkpoint.formats import DcpFolder, dcp_state, flat_entry, is_meta, name_and_key
+from zero3.checkpoint.formats import DcpFolder, dcp_state, flat_entry, name_and_key
 from zero3.checkpoint.reader import CheckpointReader, Listing, Param, encode, errors_name
 from zero3.checkpoint.save_load import all_here, load_from
 from zero3.comm.parts import inside, length
@@ -155,7 +155,7 @@ class _Boxes(dcp.DefaultSavePlanner):
         #### The boxes of a tensor in this rank's shard
         """
         dcp_key = item.index.fqn
-        if not is_meta(self.state_dict[dcp_key]):
+        if not getattr(self.state_dict[dcp_key], "is_meta", False):
             # Every rank has the whole, and the first one writes it.
             return [item] if self.entries.comm.rank == 0 else []
         assert item.tensor_data, "it is a tensor"

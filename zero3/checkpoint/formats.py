@@ -398,19 +398,12 @@ class _DcpPlanner(dcp.DefaultSavePlanner):
         #### The values of a parameter, of a moment or of a buffer
         """
         dcp_key = write_item.index.fqn
-        if not is_meta(self.state_dict[dcp_key]):
+        if not getattr(self.state_dict[dcp_key], "is_meta", False):
             return super().resolve_data(write_item)
         name, key = name_and_key(self.mappings[dcp_key])
         if key == "param":
             return self.checkpoint.replicated(0, name)
         return self.checkpoint.read_whole(self.checkpoint.by_name[name], key)
-
-
-def is_meta(value: object) -> bool:
-    """
-    ## Whether a value in a state dict is a tensor whose values the planner has
-    """
-    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def name_and_key(path: tuple[object, ...]) -> tuple[str, str]:
