@@ -25,7 +25,7 @@ parameters have the names of the plain model, without a prefix such as Hugging F
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -99,16 +99,15 @@ def export(folder: str | Path,
                   f"{file['nbytes']:,} bytes, to {out}")
 
 
-def _parts(checkpoint: CheckpointReader, name: str) -> Iterator[torch.Tensor]:
+def _parts(checkpoint: CheckpointReader, name: str) -> Iterable[torch.Tensor]:
     """
     #### The values of a parameter, a part at a time, or of a buffer
     """
     if name in checkpoint.manifest["replicated"]:
-        yield checkpoint.replicated(0, name)
-        return
+        return [checkpoint.replicated(0, name)]
     param = checkpoint.by_name[name]
-    for begin in range(0, param.numel, PART_NUMEL):
-        yield checkpoint.read(param, "param", begin, min(begin + PART_NUMEL, param.numel))
+    return (checkpoint.read(param, "param", begin, min(begin + PART_NUMEL, param.numel))
+            for begin in range(0, param.numel, PART_NUMEL))
 
 
 # ------------------------------------------------------------------------------------ command line
