@@ -176,22 +176,19 @@ def _in_a_line(error: BaseException) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m zero3.checkpoint")
     commands = parser.add_subparsers(required=True, dest="command")
-    helps = {
-        "verify": "read a checkpoint, or all checkpoints of a run, and report damage",
-        "export": "write the weights as safetensors",
-        "universal": "convert to or from the formats of DeepSpeed and FSDP2",
-    }
-    for name, text in helps.items():
-        command = commands.add_parser(name, help=text)
+    verifies = commands.add_parser("verify", help="read a checkpoint, or all checkpoints of a run, "
+                                   "and report damage")
+    exports = commands.add_parser("export", help="write the weights as safetensors")
+    converts = commands.add_parser("universal", help="convert to or from the formats of DeepSpeed "
+                                   "and FSDP2")
+    for command in (verifies, exports, converts):
         command.add_argument("folder", type=Path, metavar="FOLDER",
                              help="the folder of a run or of a checkpoint, or the source to read")
-        if name != "verify":
-            command.add_argument("out", type=Path, metavar="OUT", help="the folder to write to")
-        if name == "export":
-            command.add_argument("--dtype", choices=["F32", "BF16", "F16"], help="the data type "
-                                 "of floating-point parameters, by default that of the model")
-        if name == "universal":
-            command.add_argument("--format", choices=["deepspeed", "dcp"], default="deepspeed")
-            command.add_argument("--torch-adam", action="store_true", help="write for a DeepSpeed "
-                                 "engine with torch's Adam instead of its own")
+    for command in (exports, converts):
+        command.add_argument("out", type=Path, metavar="OUT", help="the folder to write to")
+    exports.add_argument("--dtype", choices=["F32", "BF16", "F16"], help="the data type of "
+                         "floating-point parameters, by default that of the model")
+    converts.add_argument("--format", choices=["deepspeed", "dcp"], default="deepspeed")
+    converts.add_argument("--torch-adam", action="store_true", help="write for a DeepSpeed engine "
+                          "with torch's Adam instead of its own")
     return parser
