@@ -219,7 +219,7 @@ def test_fsdp2_goes_on_from_a_folder_of_ours(tmp_path, ranks, then, tier, layers
     As torch's documentation has it, from any tier, and one more step is ours. Breaks where a key is
     called otherwise, an option is missing, or a tied weight has its states under the other name.
     Proves `save_dcp`, `_Boxes`, `dcp_state`, `Entries._names`, `Entries.state_of`,
-    `Entries.values`, `Listing`, `Listing.__init__`, `is_meta`, `name_and_key`.
+    `Entries.values`, `Listing`, `Listing.__init__`, `name_and_key`.
     """
     run(we_save, ranks, tmp_path / "ours", tier, tmp_path, torch.float32, layers)
     there = in_plain_pytorch(tmp_path / "ours")
