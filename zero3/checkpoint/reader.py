@@ -596,10 +596,8 @@ def _read_manifest(path: Path) -> Manifest:
     head = _first_line(b"")
     Broken.unless(raw[: len(head)] == _first_line(raw[len(head) :]),
                   f"{path} is damaged: it does not match its checksum")
-    # A checkpoint that was made from another format has no places.
+    # A checkpoint that was made from another format may not count them.
     manifest.setdefault("places", 1)
-    for flat in manifest["flats"]:
-        flat.setdefault("place", 0)
     # Another program may have written it.
     _check_types(manifest, Manifest, "the manifest")
     used = [*(flat["place"] for flat in manifest["flats"]),
@@ -752,9 +750,8 @@ def encode(value: object, where: str = "extra") -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
-        raw = bytes_of(value.cpu()).numpy().tobytes()
-        return {"__tensor__": raw.hex(), "dtype": type_name(value.dtype, where),
-                "shape": [*value.shape]}
+        return {"__tensor__": bytes_of(value.cpu()).numpy().tobytes().hex(),
+                "dtype": type_name(value.dtype, where), "shape": [*value.shape]}
     if isinstance(value, (list, tuple)):
         parts = [encode(each, f"{where}[{i}]") for i, each in enumerate(value)]
         return parts if isinstance(value, list) else {"__tuple__": parts}
