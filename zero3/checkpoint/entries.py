@@ -181,15 +181,13 @@ class Entries(Named):
         self.params = [own for flat in self.flats for own in flat.params]
         # The layers of a rank in a pipeline may all be frozen.
         frozen = self.comm.stages.size > 1 and getattr(optimizer, "model", None) is model
-        has_pieces = any(flat.pieces for flat in self.flats)
-        self.expect(optimizer is None or has_pieces or frozen, "cannot save or load this optimizer",
+        self.expect(optimizer is None or frozen or any(flat.pieces for flat in self.flats),
+                    "cannot save or load this optimizer",
                     "one of this model's shards", type(optimizer).__name__,
                     "build the optimizer after the model is wrapped, on the wrapped model")
         # The states of these parameters while they are saved, in pieces like all others.
         self.spread: dict[nn.Parameter, Spread] = {}
         self.replicated = self._find_replicated(paths)
-        # Those of them in the checkpoint; `check` fills this in.
-        self.found: dict[str, torch.Tensor] = {}
 
     def _flat(self, layer: Zero3Layer,
               paths: list[str],
@@ -448,6 +446,7 @@ class Entries(Named):
         # may have a tied parameter once under each of its names.
         there = {*checkpoint.manifest["replicated"],
                  *(each.name for each in checkpoint.params)}
+        # For `take`.
         self.found = {name: t for name, t in self.replicated.items()
                       if name in there}
         # Only the names of all stages tell whether the checkpoint has one more.

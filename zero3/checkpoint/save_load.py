@@ -186,7 +186,6 @@ class Saving:
         self.folder = folder
         self.step = step
         self.keep = keep
-        self.manifest: Manifest = {}
         self.partial = partial_path(folder, step)
         # Closes and removes what this save has made, if it fails.
         self.undo = ExitStack()
@@ -233,8 +232,8 @@ class Saving:
         """
         #### Create the folder on rank 0, and describe this rank's model and optimizer
         """
-        self.manifest = {"step": self.step, "extra": encode(extra),
-                         "optimizer": self.entries.options()}
+        self.manifest: Manifest = {"step": self.step, "extra": encode(extra),
+                                   "optimizer": self.entries.options()}
         if self.entries.comm.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Without the lock, the cleaning could remove another run's files.
