@@ -445,23 +445,23 @@ class DcpFolder:
         self.reader = dcp.FileSystemReader(folder)
         self.reader.set_up_storage_reader(self.metadata, True)
         self.keys, self.options = _dcp_keys(self.metadata)
-        sizes = {name: self.entries[dcp_key].size
-                 for (name, key), dcp_key in self.keys.items() if key == "param"}
+        # An object that is no tensor has none.
+        sizes = {at: getattr(self.entries[dcp_key], "size", None)
+                 for at, dcp_key in self.keys.items()}
         # A count of a parameter without dimensions looks like a moment, so look at the others.
-        counts = {"step", *(key for (name, key), dcp_key in self.keys.items()
-                            if getattr(self.entries[dcp_key], "size", 0) == () != sizes.get(name))}
-        self.tensors: dict[str, Like] = {}
-        scalars: DcpKeys = {}
-        for (name, key), dcp_key in sorted(self.keys.items()):
-            entry = self.entries[dcp_key]
-            # An object that is no tensor has none.
-            size = getattr(entry, "size", None)
-            keys = self.tensors.setdefault(name, {})
-            if key in counts or size is None or size != sizes.get(name, size):
-                scalars[name, key] = dcp_key
-            else:
-                keys[key] = (entry.properties.dtype, tuple(size))
+        counts = {"step", *(key for (name, key), size in sizes.items()
+                            if size == () != sizes.get((name, "param")))}
+        scalars = {
+            (name, key): self.keys[name, key]
+            for (name, key), size in sizes.items()
+            if key in counts or size is None or size != sizes.get((name, "param"), size)}
         self.scalars = self.read_all(scalars, "a state of the optimizer")
+        self.tensors: dict[str, Like] = {}
+        for name, key in sorted(self.keys):
+            tensors = self.tensors.setdefault(name, {})
+            if (name, key) not in scalars:
+                entry = self.entries[self.keys[name, key]]
+                tensors[key] = (entry.properties.dtype, tuple(entry.size))
 
     def read_all(self, keys: DcpKeys, what: str) -> dict[str, dict[str, Any]]:
         """
