@@ -302,10 +302,11 @@ class Accelerator(accelerate.Accelerator):
             with layer.full_params() as params:
                 if not self.is_main_process:
                     continue
-                for name, tensor in {**params, **buffers_of(layer.module)}.items():
-                    if tensor not in copies:
-                        copies[tensor] = tensor.detach().to("cpu", copy=True)
-                    found |= {f"{path}.{name}".strip("."): copies[tensor] for path in paths[layer]}
+                tensors = {**params, **buffers_of(layer.module)}
+                copies |= {tensor: tensor.detach().to("cpu", copy=True)
+                           for tensor in {*tensors.values()} - copies.keys()}
+                found |= {f"{path}.{name}".strip("."): copies[tensor]
+                          for name, tensor in tensors.items() for path in paths[layer]}
         # Names that a layer does not know, of parameters that it shares with others.
         return found | {
             name: copies[param]
