@@ -371,11 +371,11 @@ class Entries(Named):
         for flat, run in groupby(entries, key=lambda entry: entry.flat):
             if flat is None:
                 yield from (self.replicated[entry.key] for entry in run)
-                continue
-            with self.here(flat) as here:
-                for entry in run:
-                    yield from (values for _, values in
-                                self.values(flat, entry.key, entry.dtype, here))
+            else:
+                with self.here(flat) as here:
+                    for entry in run:
+                        yield from (values for _, values in
+                                    self.values(flat, entry.key, entry.dtype, here))
 
     def values(self, flat: Flat,
                key: str,

@@ -70,7 +70,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from types import UnionType
 from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import torch
@@ -616,7 +615,7 @@ def _check_types(value: Any,
     """
     #### Raise `ValueError` if a value does not have this type
     """
-    if isinstance(kind, UnionType):
+    if type(None) in get_args(kind):
         # A type, or `None`.
         kind = get_args(kind)[value is None]
     hints = get_type_hints(kind) if is_typeddict(kind) else {}

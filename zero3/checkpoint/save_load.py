@@ -261,8 +261,8 @@ class Saving:
         like = {entry.name: (entry.dtype, entry.shape)
                 for entry in listed}
         header = {_random_key(replica): states for replica, states in enumerate(streams)}
-        count = self.manifest["places"] * self.manifest["world_size"]
-        name = file_name(self.entries.file_number, count)
+        name = file_name(self.entries.file_number,
+                         self.manifest["places"] * self.manifest["world_size"])
         self.writer = self.undo.enter_context(Writer(self.partial / name, like, header))
 
     def _write_now(self, listed: list[Entry], async_write: bool) -> list[torch.Tensor]:
