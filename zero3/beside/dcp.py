@@ -125,9 +125,11 @@ class _Boxes(dcp.DefaultSavePlanner):
         super().__init__()
         self.entries = entries
         self.listing = listing
-        own = [i for i, flat in enumerate(listing.flats) if flat["place"] == entries.place]
         # This rank's flat parameters, by their numbers in the listing.
-        self.own = dict(zip(own, entries.flats, strict=True))
+        self.own = dict(zip(
+            (i for i, flat in enumerate(listing.flats) if flat["place"] == entries.place),
+            entries.flats,
+            strict=True))
         # Where the values of each box are: the number of the flat parameter, the key, and the range
         # of the shard; and the size of the box.
         self.places: dict[MetadataIndex, tuple[int, str, slice, torch.Size]] = {}
@@ -141,12 +143,8 @@ class _Boxes(dcp.DefaultSavePlanner):
         ### List the boxes of this rank, one flat parameter after the other
         """
         plan = super().create_local_plan()
-        found = [
-            box
-            for item in plan.items
-            for box in self._boxes(item)]
         self.plan = replace(plan, items=sorted(
-            found,
+            (box for item in plan.items for box in self._boxes(item)),
             key=lambda item: self.places.get(item.index, (-1,))[0]))
         return self.plan
 

@@ -54,7 +54,6 @@ from zero3.checkpoint.reader import (
     FlatEntry,
     Listing,
     Param,
-    StatesEntry,
     clean_up_interrupted_saves,
     commit_checkpoint,
     decode,
@@ -132,15 +131,17 @@ def flat_entry(name: str,
     for key, (_, other) in keys.items():
         Broken.unless(other == shape, f"`{name}` has the shape {shape}, and its {key} {other}")
     moments = [key for key in keys if key != "param"]
-    states: StatesEntry = {"param_group": group, "moments": moments, "scalars": encode(scalars),
-                           "params": None}
     return {
         "place": 0, "layer": name, "dtype": type_name(dtype), "numel": math.prod(shape),
         "padding": 0,
         "keys": {key: type_name(dtype)
                  for key, (dtype, _) in keys.items()},
         "params": [{"names": [name], "shape": [*shape], "offset": 0, "param_group": group}],
-        "states": [states] if moments or scalars else []}
+        "states": [{
+            "param_group": group,
+            "moments": moments,
+            "scalars": encode(scalars),
+            "params": None}] if moments or scalars else []}
 
 
 def check_name(name: str, as_path: bool = False) -> str:

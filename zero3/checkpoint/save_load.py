@@ -258,12 +258,14 @@ class Saving:
         """
         #### Reserve the space of this rank's file
         """
-        like = {entry.name: (entry.dtype, entry.shape)
-                for entry in listed}
-        header = {_random_key(replica): states for replica, states in enumerate(streams)}
         name = file_name(self.entries.file_number,
                          self.manifest["places"] * self.manifest["world_size"])
-        self.writer = self.undo.enter_context(Writer(self.partial / name, like, header))
+        self.writer = self.undo.enter_context(Writer(
+            self.partial / name,
+            like={entry.name: (entry.dtype, entry.shape)
+                  for entry in listed},
+            metadata={_random_key(replica): states
+                      for replica, states in enumerate(streams)}))
 
     def _write_now(self, listed: list[Entry], async_write: bool) -> list[torch.Tensor]:
         """
