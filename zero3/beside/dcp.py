@@ -271,11 +271,19 @@ class DcpCheckpoint(CheckpointReader):
         options = [encode({key: value for key, value in group.items() if key not in NOT_SAVED},
                           "param group") for group in groups]
         Listing.__init__(self, {
-            "step": 0, "world_size": 1, "places": 1, "replicated": {}, "extra": None,
+            "step": 0,
+            "world_size": 1,
+            "places": 1,
+            "replicated": {},
+            "extra": None,
             # DCP does not have the class of the optimizer.
             "optimizer": {"class": "", "groups": options, "scale": {}} if options else None,
-            "flats": [flat_entry(name, keys, self.dcp.scalars.get(name, {}), found.get(name))
-                      for name, keys in self.dcp.tensors.items()]})
+            "flats": [
+                flat_entry(name,
+                           keys,
+                           self.dcp.scalars.get(name, {}),
+                           found.get(name))
+                for name, keys in self.dcp.tensors.items()]})
 
     def read(self, param: Param,
              key: str,

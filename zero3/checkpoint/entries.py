@@ -208,8 +208,12 @@ class Entries(Named):
             if any(p is shard for p in group["params"])]
         groups = [param.group_index for param in owned.params] if owned else [
             pieces[0].group_index if pieces else None] * len(slots)
-        params = [Own(self._names(paths, slot), slot, part_of(layer.module, slot.names[0]), group)
-                  for slot, group in zip(slots, groups, strict=True)]
+        params = [
+            Own(self._names(paths, slot),
+                slot,
+                part_of(layer.module, slot.names[0]),
+                group)
+            for slot, group in zip(slots, groups, strict=True)]
         return Flat(paths[0], layer, parameter, owned, pieces, params)
 
     def _names(self, paths: list[str], slot: Slot) -> list[str]:
@@ -356,12 +360,23 @@ class Entries(Named):
         own = [(i, described["keys"])
                for i, described in enumerate(manifest["flats"])
                if described["place"] == self.place]
-        found = [Entry(f"{i}.{key}", TYPES[dtype], (len(flat.parameter.shard),), not flat.in_file,
-                       flat, key)
-                 for (i, keys), flat in zip(own, self.flats, strict=True)
-                 for key, dtype in keys.items()]
-        found += [Entry(f"replicated.{name}", tensor.dtype, tuple(tensor.shape), True, None, name)
-                  for name, tensor in self.replicated.items()]
+        found = [
+            Entry(f"{i}.{key}",
+                  TYPES[dtype],
+                  (len(flat.parameter.shard),),
+                  not flat.in_file,
+                  flat,
+                  key)
+            for (i, keys), flat in zip(own, self.flats, strict=True)
+            for key, dtype in keys.items()]
+        found += [
+            Entry(f"replicated.{name}",
+                  tensor.dtype,
+                  tuple(tensor.shape),
+                  in_memory=True,
+                  flat=None,
+                  key=name)
+            for name, tensor in self.replicated.items()]
         return sorted(found, key=lambda entry: (-entry.dtype.itemsize, entry.in_memory))
 
     def tensors(self, entries: list[Entry]) -> Iterator[torch.Tensor]:
@@ -472,7 +487,9 @@ class Entries(Named):
         first_state_of = cache(self._first_state)
         for own in self.params:
             # A parameter without elements, or that no step has used, has no state.
-            if own.group is not None and own.slot.view.numel() and any(own.found.states.values()):
+            if (own.group is not None
+                    and own.slot.view.numel()
+                    and any(own.found.states.values())):
                 _check_states(own, first_state_of(own.group, own.slot.view.dim()))
         for flat in self.flats:
             if not flat.owned:
@@ -520,7 +537,9 @@ class Entries(Named):
         """
         whole = index in self.inner
         made_by: tuple[Any, dict] = (type(self.inner[index]), {}) if whole else getattr(
-            self.optimizer, "made_by", (type(self.optimizer), {}))
+            self.optimizer,
+            "made_by",
+            (type(self.optimizer), {}))
         two = torch.zeros((2,) * (dims if whole else 1),
                           device=getattr(self.optimizer, "device", self.device))
         try:

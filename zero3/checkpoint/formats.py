@@ -107,8 +107,14 @@ def from_tensors(folder: Path,
     file = write_tensors(unfinished / file_name(0, 1), like,
                          lambda entry: [read(*entries[entry])])
     checkpoint = commit_checkpoint(unfinished, {
-        "step": step, "world_size": 1, "versions": {"zero3": __version__}, "files": [file],
-        "flats": flats, "replicated": {}, "optimizer": None, "extra": None})
+        "step": step,
+        "world_size": 1,
+        "versions": {"zero3": __version__},
+        "files": [file],
+        "flats": flats,
+        "replicated": {},
+        "optimizer": None,
+        "extra": None})
     print_escaped(f"wrote {len(tensors)} parameters to {checkpoint}")
 
 
@@ -132,11 +138,18 @@ def flat_entry(name: str,
         Broken.unless(other == shape, f"`{name}` has the shape {shape}, and its {key} {other}")
     moments = [key for key in keys if key != "param"]
     return {
-        "place": 0, "layer": name, "dtype": type_name(dtype), "numel": math.prod(shape),
+        "place": 0,
+        "layer": name,
+        "dtype": type_name(dtype),
+        "numel": math.prod(shape),
         "padding": 0,
         "keys": {key: type_name(dtype)
                  for key, (dtype, _) in keys.items()},
-        "params": [{"names": [name], "shape": [*shape], "offset": 0, "param_group": group}],
+        "params": [{
+            "names": [name],
+            "shape": [*shape],
+            "offset": 0,
+            "param_group": group}],
         "states": [{
             "param_group": group,
             "moments": moments,

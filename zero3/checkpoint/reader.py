@@ -435,8 +435,12 @@ class CheckpointReader(Listing):
             super().__init__(_read_manifest(folder / MANIFEST))
             keeps_blocks = lru_cache(KEPT_BLOCKS)(read_block)
             files = self.manifest["files"]
-            self.files = [TensorFile(folder / file_name(i, len(files)), i, keeps_blocks, **file)
-                          for i, file in enumerate(files)]
+            self.files = [
+                TensorFile(folder / file_name(i, len(files)),
+                           i,
+                           keeps_blocks,
+                           **file)
+                for i, file in enumerate(files)]
             for flat in self.flats:
                 self._check(flat)
         except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError,
