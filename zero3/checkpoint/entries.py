@@ -224,10 +224,8 @@ class Entries(Named):
         """
         own = [f"{path}.{name}".strip(".") for path in paths for name in slot.names]
         tied = self.model.tied if isinstance(self.model, Zero3Model) else {}
-        names = own + [name for name, p in tied.items()
-                       if p is slot.param and name not in own]
         return sorted(
-            names,
+            own + [name for name, p in tied.items() if p is slot.param and name not in own],
             key=lambda name: self.order.get(name.rpartition(".")[0], 0))
 
     def _find_replicated(self, paths: dict[nn.Module, list[str]]) -> dict[str, torch.Tensor]:
@@ -578,8 +576,8 @@ class Entries(Named):
             end = min(own.slot.end, last) - own.slot.offset
             if begin < end:
                 read = partial(checkpoint.read, own.found, key)
-                found = own.part.read(begin, end, read) if own.part else read(begin, end)
-                values[at + begin : at + end] = found
+                values[at + begin : at + end] = (
+                    own.part.read(begin, end, read) if own.part else read(begin, end))
         return values
 
     @torch.no_grad()
@@ -618,8 +616,8 @@ class Entries(Named):
                 continue
             # All parameters of a piece have the same state.
             own = flat.params[positions[0]]
-            read = partial(self.shard, checkpoint, flat, where=where)
-            new = _read_states(checkpoint, own.found, flat.dtype, read)
+            new = _read_states(checkpoint, own.found, flat.dtype,
+                               partial(self.shard, checkpoint, flat, where=where))
             # The old state may have other keys.
             self.state.pop(param, None)
             if new:

@@ -395,9 +395,10 @@ class Listing:
         Other libraries store a tied one under each of its names. Take that which is in a param
         group.
         """
-        known = [self.by_name[name] for name in names
-                 if name in self.by_name]
-        return max(known, key=lambda param: param.entry["param_group"] is not None, default=None)
+        return max(
+            (self.by_name[name] for name in names if name in self.by_name),
+            key=lambda param: param.entry["param_group"] is not None,
+            default=None)
 
     def dtype(self, param: Param, key: str) -> torch.dtype:
         """
