@@ -156,13 +156,13 @@ class Accelerator(accelerate.Accelerator):
         * `loss` is a scalar, the mean over this rank's rows of one micro-batch
         """
         scaled = self._scaled()
-        if not scaled:
-            super().backward(loss, **kwargs)
-            return
-        check(len(scaled) == 1, "the Accelerator cannot tell whose loss this is",
+        check(len(scaled) <= 1, "the Accelerator cannot tell whose loss this is",
               "one optimizer with a loss scale", len(scaled),
               "call `optimizer.optimizer.backward(loss)` of the one that it is for")
-        scaled[0].backward(loss / self.gradient_accumulation_steps, **kwargs)
+        if scaled:
+            scaled[0].backward(loss / self.gradient_accumulation_steps, **kwargs)
+        else:
+            super().backward(loss, **kwargs)
 
     def _scaled(self) -> list[Zero3Optimizer]:
         """
@@ -300,13 +300,12 @@ class Accelerator(accelerate.Accelerator):
         paths = plain_names(model)
         for layer in dict.fromkeys(layer for _, layer in model.named_layers()):
             with layer.full_params() as params:
-                if not self.is_main_process:
-                    continue
-                tensors = {**params, **buffers_of(layer.module)}
-                copies |= {tensor: tensor.detach().to("cpu", copy=True)
-                           for tensor in {*tensors.values()} - copies.keys()}
-                found |= {f"{path}.{name}".strip("."): copies[tensor]
-                          for name, tensor in tensors.items() for path in paths[layer]}
+                if self.is_main_process:
+                    tensors = {**params, **buffers_of(layer.module)}
+                    copies |= {tensor: tensor.detach().to("cpu", copy=True)
+                               for tensor in {*tensors.values()} - copies.keys()}
+                    found |= {f"{path}.{name}".strip("."): copies[tensor]
+                              for name, tensor in tensors.items() for path in paths[layer]}
         # Names that a layer does not know, of parameters that it shares with others.
         return found | {
             name: copies[param]
