@@ -550,18 +550,17 @@ class Entries(Named):
     def shard(self, checkpoint: CheckpointReader,
               flat: Flat,
               key: str,
-              where: slice | None = None) -> torch.Tensor:
+              where: slice) -> torch.Tensor:
         """
         ### Read this rank's shard, or one of its moments, from a checkpoint
 
-        * `where` is a range of the shard; left out, the whole shard
+        * `where` is a range of the shard
 
         Returns `(where.stop - where.start,)`. The padding is zero (invariant I5), and so are
         moments that a parameter does not have. All ranks get the widest data type of the
         parameters, also one that has nothing but padding.
         """
         shard = flat.parameter.shard
-        where = where or slice(0, len(shard))
         first = self.comm.rank * len(shard) + where.start
         last = self.comm.rank * len(shard) + where.stop
         having = [own for own in flat.params

@@ -399,7 +399,16 @@ def load_from(path: Path,
                 "zero3.checkpoint verify` tells which ones of `zero3.save` are intact"):
         checkpoint = read(path)
         groups = entries.check(checkpoint, everywhere)
-        _read_all(checkpoint, entries)
+        # Read this rank's shards and buffers, to find damage before anything changes. All ranks
+        # together read every moment, also those that an owner will load whole.
+        for flat in entries.flats:
+            moments = {key for own in flat.params for key in own.found.states["moments"]}
+            for key in ("param", *sorted(moments)):
+                entries.shard(checkpoint, flat, key, slice(0, len(flat.parameter.shard)))
+        for name, tensor in entries.found.items():
+            shape = checkpoint.replicated(entries.comm.rank, name).shape
+            Broken.unless(shape == tensor.shape, f"`{name}` is of {tuple(shape)} in the "
+                          f"checkpoint, of {tuple(tensor.shape)} here")
         extra = decode(checkpoint.manifest["extra"])
         # Other formats have no such states.
         states = _random_states_of(checkpoint, entries) if checkpoint.files else {}
@@ -411,22 +420,6 @@ def load_from(path: Path,
     # Last, because nothing may draw a number afterwards.
     _set_random_states(states, entries.device)
     return extra
-
-
-def _read_all(checkpoint: CheckpointReader, entries: Entries) -> None:
-    """
-    #### Read this rank's shards and buffers, to find damage before anything changes
-
-    All ranks together read every moment, also those that an owner will load whole.
-    """
-    for flat in entries.flats:
-        moments = {key for own in flat.params for key in own.found.states["moments"]}
-        for key in ("param", *sorted(moments)):
-            entries.shard(checkpoint, flat, key)
-    for name, tensor in entries.found.items():
-        shape = checkpoint.replicated(entries.comm.rank, name).shape
-        Broken.unless(shape == tensor.shape, f"`{name}` is of {tuple(shape)} in the checkpoint, of "
-                      f"{tuple(tensor.shape)} here")
 
 
 # ---------------------------------------------------------------------------------- random numbers
