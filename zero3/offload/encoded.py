@@ -33,15 +33,13 @@ bytes. While a layer is gathered, its decoded shard comes on top. The idea is fr
 norms; wrap those in a layer with another `Offload`. Other numbers rest as they are. The all-gather
 sends the decoded shard, or encodes it once more if `Links` says so: nothing is lost then only if
 both encodings are the same. In another number of shards the blocks begin elsewhere, so loading a
-checkpoint there rounds once more. On an accelerator with the tier "cpu", a shard that was copied
-ahead and then not needed stays on the device, encoded, until its next use.
+checkpoint there rounds once more.
 """
 
 import weakref
 
 import torch
 
-from zero3.comm.collectives import Communicator
 from zero3.comm.encodings import Encoding
 from zero3.flat import Storage
 from zero3.guards.freed import FreedParameter
@@ -72,14 +70,12 @@ class Encoded(Storage):
         """
         self.encoding = encoding
         self.tier = tier
-        # Weakly, because the layer refers to this object.
-        self.owner = weakref.ref(owner)
+        # Weakly, because the layer refers to this object. A chain replaces its communicator later.
+        self.owner = weakref.proxy(owner)
         self.device = owner.device
         at = torch.device("cpu") if tier == "cpu" else self.device
         # (nbytes,) uint8
         self.code = copy_to(at, self._encode(values), torch.uint8, self.device)
-        # The code on the device, or a copy of it for as long as it is used.
-        self.near: torch.Tensor | None = self.code if at == self.device else None
         self.decoded: torch.Tensor | None = None  # (shard_numel,), device
         self.param = FrozenShard.of_shard(
             owner, torch.empty(len(values), dtype=values.dtype, device=at), False,
@@ -94,18 +90,7 @@ class Encoded(Storage):
         """
         ### The code, and the decoded shard while there is one
         """
-        return [t for t in (self.code, self.near, self.decoded) if t is not None]
-
-    @torch.no_grad()
-    def read_async(self) -> None:
-        """
-        ### Begin to copy the code from CPU memory to the device
-        """
-        if self.near is None:
-            comm = self._comm()
-            with comm.on(comm.fetch_stream):
-                self.near = torch.empty_like(self.code, device=self.device)
-                self.near.copy_(self.code, non_blocking=True)
+        return [t for t in (self.code, self.decoded) if t is not None]
 
     @torch.no_grad()
     def load(self) -> torch.Tensor:
@@ -114,14 +99,14 @@ class Encoded(Storage):
 
         On the fetch stream, which copies it next, so the memory can be freed without a wait.
         """
-        self.read_async()
         if self.decoded is None:
-            comm = self._comm()
+            comm = self.owner.comm
             with comm.on(comm.fetch_stream):
-                assert self.near is not None
+                # A copy, if the code rests in CPU memory.
+                near = self.code.to(self.device, non_blocking=True)
                 numel = len(self.param)
                 values = torch.empty(numel, dtype=self.param.dtype, device=self.device)
-                self.decoded = values.copy_(self.encoding.decode(self.near.unsqueeze(0), numel)[0])
+                self.decoded = values.copy_(self.encoding.decode(near.unsqueeze(0), numel)[0])
                 done = comm.event()
                 done.record()
             # The compute stream waits for the decoding, because the shard may be read or written
@@ -141,14 +126,12 @@ class Encoded(Storage):
 
     def release(self, stream: torch.Stream | None = None) -> None:
         """
-        ### Free the decoded shard, and the copy of the code
+        ### Free the decoded shard
         """
         if self.decoded is not None:
             # The transfer in flight still refers to it, and ends one layer later.
             in_flight.free(self.decoded)
         self.decoded = None
-        if self.near is not self.code:
-            self.near = None
 
     @torch.no_grad()
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -156,14 +139,6 @@ class Encoded(Storage):
         #### The code of these values: `(shard_numel,)` to `(nbytes,)` uint8
         """
         return self.encoding.encode(values.unsqueeze(0))[0]
-
-    def _comm(self) -> Communicator:
-        """
-        #### The layer's communicator: a chain replaces it after the layer is built
-        """
-        owner = self.owner()
-        assert owner is not None
-        return owner.comm
 
 
 class FrozenShard(FreedParameter):
