@@ -135,7 +135,7 @@ def test_it_trains_as_plain_pytorch_with_the_rounded_weights(world_size, tier, n
     The frozen ones keep their bytes. Breaks if a trainable shard is encoded, if the shard of
     another rank is rounded with other blocks, or if padding is decoded into a weight.
     Proves I1, `Encoded`, `Encoded.__init__`, `Encoded.load`, `Encoded.release`, `Offload.shard`,
-    `Offload._encode`.
+    `Offload.shard`.
     """
     # The optimizer keeps fp32 masters of bf16 layers and plain PyTorch does not.
     most = 1e-10 if dtype == torch.double else 2**-5
@@ -526,7 +526,7 @@ def no_room():
 def test_cpu_memory_that_is_too_small_for_the_code_is_an_error():
     """
     Breaks if the tier "cpu" takes memory without a look.
-    Proves `Offload._encode`.
+    Proves `Offload.shard`.
     """
     for told in run(no_room, 1):
         assert "has no room for its encoded shard" in told

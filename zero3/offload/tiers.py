@@ -155,8 +155,13 @@ class Offload(StorageFactory):
         check_step(owner, values, self.cure(owner.device))
         owner.expect(self.fraction == 1, "cannot rest in parts", "an `Offload` without `fraction`",
                      self.fraction, "pass it to `Zero3Optimizer`, whose states it divides")
+        cpu = torch.device("cpu")
         if self.frozen is not None and not trains and values.is_floating_point():
-            return self._encode(owner, values, self.frozen)
+            if self.tier == "cpu":
+                self.check(owner, "its encoded shard", self.frozen.nbytes(len(values)), cpu)
+            encoded = Encoded(self.frozen, self.tier, owner, values)
+            self.encoded.add(encoded)
+            return encoded
         tier = self.place(values.nbytes)
         if tier == "nvme":
             # One buffer is read into while another is copied from. A layer may have several shards.
@@ -168,25 +173,9 @@ class Offload(StorageFactory):
             storage.replace(values)
             return storage
         if tier == "cpu" and owner.device.type != "cpu":
-            cpu = torch.device("cpu")
             self.check(owner, "its shard", values.nbytes, cpu)
             values = copy_to(cpu, values, values.dtype, owner.device)
         return Storage(nn.Parameter(values, trains), tier)
-
-    def _encode(self, owner: Guarded,
-                values: torch.Tensor,
-                encoding: Encoding) -> Encoded:
-        """
-        #### Let a frozen shard rest encoded
-
-        * `values` are `(shard_numel,)`, on the device
-        """
-        if self.tier == "cpu":
-            nbytes = encoding.nbytes(len(values))
-            self.check(owner, "its encoded shard", nbytes, torch.device("cpu"))
-        storage = Encoded(encoding, self.tier, owner, values)
-        self.encoded.add(storage)
-        return storage
 
     def place(self, nbytes: int) -> str:
         """
