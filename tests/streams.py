@@ -56,8 +56,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import zero3.comm.collectives
 from zero3.guards.freed import METADATA, FreedParameter
 from zero3.offload.activations import Forward
-from zero3.offload.copies import Shelves
-from zero3.offload.in_file import InFile
+from zero3.offload.disk import aligned
+from zero3.offload.in_file import Buffers, InFile
+from zero3.offload.tiers import Offload
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 # What makes a tensor without touching its memory.
@@ -414,18 +415,20 @@ class Accelerator:
 
         return start
 
-    def shelves(self, real: Callable) -> Callable:
+    def threads(self, real: Callable) -> Callable:
         """
         ### Threads that move activations
         """
-        def init(shelves: Shelves, *args: Any) -> None:
-            with _disable_current_modes():
-                real(shelves, *args)
-            for memory in [*shelves.blocks.queue]:
-                self.make(memory.untyped_storage(), CPU)
-            vars(shelves)["workers"] = Threads(self)
+        def buffers_for(offload: Offload, purpose: str, *args: Any) -> Buffers:
+            buffers = real(offload, purpose, *args)
+            if purpose == "activations" and not isinstance(buffers.workers, Threads):
+                with _disable_current_modes():
+                    buffers.own.block = aligned(buffers.block_bytes)
+                self.make(buffers.own.block.untyped_storage(), CPU)
+                vars(buffers)["workers"] = Threads(self)
+            return buffers
 
-        return init
+        return buffers_for
 
     def waited(self, real: Callable) -> Callable:
         """
@@ -503,7 +506,7 @@ class Accelerator:
                      self.collective(comm.all_to_all_single, "all-to-all"))
         self.replace(dist, "batch_isend_irecv", self.messages(dist.batch_isend_irecv))
         self.replace(Forward, "pack", self.answered(Forward.pack))
-        self.replace(Shelves, "__init__", self.shelves(Shelves.__init__))
+        self.replace(Offload, "buffers_for", self.threads(Offload.buffers_for))
         self.replace(concurrent.futures, "wait", self.waited(concurrent.futures.wait))
         self.replace(InFile, "_start", self.moves(InFile._start))
         self.replace(InFile, "_end", self.moved(InFile._end))

@@ -40,7 +40,7 @@ lost.
 | `Encoded.release` | a decoded shard | it was copied, and the copy is sent |
 | `Buffers.borrow` | a buffer of files | its threads have ended, and so has the copy from it |
 | `Copy.rest` | an activation | dropped after the wait for its copy |
-| `Shelves.take` | a file of activations | the threads that moved its last blocks have ended |
+| `Buffers.take` | a file of activations | the threads that moved its last blocks have ended |
 | `Channels.end` | activations that were sent | dropped after the wait, and kept after an error |
 | `compression/freeing.py` | a compressed weight | only the compute stream uses it |
 | `FreedParameter.of_shard` | memory that was never filled | nobody knows it |

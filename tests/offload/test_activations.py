@@ -46,8 +46,9 @@ from zero3.estimate.saved import Moved, activations, gpt2_bytes
 from zero3.in_flight import in_flight
 from zero3.inject import inject, policies
 from zero3.offload.activations import Activations, Forward, bring_back, order
-from zero3.offload.copies import SavedStorage, Shelves
+from zero3.offload.copies import SavedStorage
 from zero3.offload.disk import File
+from zero3.offload.in_file import Buffers
 from zero3.pipeline import Pipeline
 
 WIDTH, ROWS = 64, 32
@@ -258,7 +259,7 @@ def test_replicas_and_nodes_move_their_own_activations(names, tmp_path):
     """
     Each rank those of its rows, as much as alone. Between nodes weights and gradients are encoded,
     and each node keeps a copy for backward. Breaks if two ranks take the same file.
-    Proves `Activations`, `Shelves`, `Links`, I1.
+    Proves `Activations`, `Buffers`, `Links`, I1.
     """
     assert run(on_a_mesh, 4, str(tmp_path), names) == [(True, 8 * ONE, 6 * ONE)] * 4
 
@@ -433,7 +434,7 @@ def test_at_most_the_last_calls_are_in_memory(keep, tmp_path, monkeypatch):
     Counted over all storages that autograd saves: forward holds exactly what the formula says, and
     backward as much, with the room in which a read finds the beginning of a block. Otherwise all of
     it would be in memory. Breaks if anything refers to what has left.
-    Proves `saved.activations`, `Copy.rest`, `Order.begin`, `Shelves.move`.
+    Proves `saved.activations`, `Copy.rest`, `Order.begin`, `Buffers.move`.
     """
     to_file = to_files(tmp_path, keep=keep)
     model = chain(to_file, layers=7)
@@ -462,7 +463,7 @@ def test_under_a_hard_limit_only_activations_in_files_train(tmp_path):
     there. Each of 16 blocks saves 4 MiB. So a step takes more than 1.7 times the limit without
     files, and less than half of it with them. Freed memory goes back to the system at once, and the
     page cache does not count.
-    Proves I1, `Activations`, `Copy.rest`, `Shelves`.
+    Proves I1, `Activations`, `Copy.rest`, `Buffers`.
     """
     ((free, _, free_bytes),) = run(long_sequences, 1, None, None, fresh=True)
     assert free_bytes > 1.7 * STEP_BYTES
@@ -488,7 +489,7 @@ def test_the_system_counts_the_bytes_of_the_formula_on_the_disk(rows, blocks, tm
     leave and three come back. The system counts the same blocks, and the ledger their bytes. The
     first step makes the files. Now and then the system counts a block of the file system's own,
     but not in each of five steps. Breaks if anything is written twice, or through the page cache.
-    Proves `saved.activations`, `Visit.leave`, `Shelves.move`, `Copy.come`.
+    Proves `saved.activations`, `Visit.leave`, `Buffers.move`, `Copy.come`.
     """
     if None in measure(tmp_path, 8 << 20, True, 1 << 20, 2):
         pytest.skip("the tests' folder is not on a disk, or only through the page cache")
@@ -1132,7 +1133,7 @@ def test_after_an_exception_in_a_layer_the_next_step_is_the_same(tmp_path):
 def test_files_are_used_again_if_they_are_large_enough(tmp_path):
     """
     Four calls leave, so there are four files, as large as the largest batch so far needs.
-    Proves `Shelves`, `Shelves.__init__`, `Offload.buffers_for`, `Shelves.take`, `Shelf`,
+    Proves `Buffers.__init__`, `Offload.buffers_for`, `Buffers.take`, `Shelf`,
     `Offload.disk_bytes`, `Buffers.make_file`.
     """
     model = chain(to_files(tmp_path))
@@ -1149,27 +1150,27 @@ def test_a_file_is_used_again_only_after_its_writer(tmp_path, monkeypatch):
     """
     A graph is dropped while a thread has still to write its activations. The next call takes the
     same file, and waits. Breaks if the late bytes overwrite those of the new call.
-    Proves `Shelves.take`, `Shelf`.
+    Proves `Buffers.take`, `Shelf`.
     """
     model = chain(to_files(tmp_path), 2)
     files = model.module_list[0].saving.activations.to
     model(batch(0)).sum().backward()
     expected = grads(model)
     model.zero_grad()
-    shelves: Shelves = files.in_use["activations"]
+    buffers: Buffers = files.in_use["activations"]
     real, gate = File.move, threading.Event()
 
     def move(file, write, *where):
         # A file of an earlier test may leave meanwhile.
-        if write and file in shelves.files:
+        if write and file in buffers.files:
             gate.wait(20)
         real(file, write, *where)
     monkeypatch.setattr(File, "move", move)
     model(batch(1))
-    assert len(shelves.idle) == 1 and any(not block.done() for block in shelves.idle[0].moving)
+    assert len(buffers.idle) == 1 and any(not block.done() for block in buffers.idle[0].moving)
     threading.Timer(0.2, gate.set).start()
     loss = model(batch(0)).sum()
-    assert gate.is_set() and len(shelves.files) == 1
+    assert gate.is_set() and len(buffers.files) == 1
     loss.backward()
     assert equal(grads(model), expected)
 
@@ -1201,7 +1202,7 @@ def grads_of(model):
 def test_a_full_disk_is_an_error_and_nothing_is_lost():
     """
     It names the layer, the bytes and the folder.
-    Proves `Visit.leave`, `Shelves.take`.
+    Proves `Visit.leave`, `Buffers.take`.
     """
     on_a_small_disk(_full_disk)
 
@@ -1211,17 +1212,17 @@ def faulty(folder, fault, dims=None):
     model = chain(where, mesh=dims and init_device_mesh("cpu", (2, 1), mesh_dim_names=dims))
     model(batch()).sum().backward()
     model.zero_grad()
-    shelves = where.to.in_use["activations"]
+    buffers = where.to.in_use["activations"]
     try:
         if fault == "full" and dist.get_rank() == 1:
-            shelves.idle.clear()
+            buffers.idle.clear()
 
             def make_file(nbytes):
                 raise OSError(28, "No space left on device")
-            shelves.make_file = make_file
+            buffers.make_file = make_file
         loss = model(batch()).sum()
         if fault == "cut" and dist.get_rank() == 1:
-            for file in shelves.files:
+            for file in buffers.files:
                 os.ftruncate(file.fd, 100)
         loss.backward()
         # A rank hears of it at the latest when it waits for the other one.
@@ -1328,7 +1329,7 @@ def test_on_an_accelerator_copies_are_ordered_and_nothing_waits_on_the_host(keep
 def test_from_an_accelerator_to_files(keep_graph, tmp_path):
     """
     Through pinned memory, both ways, in the order that the table of `copies.py` says.
-    Proves `Shelf.move`, `Shelves.move`, `Copy.here`.
+    Proves `Buffers.start`, `Buffers.move`, `Copy.here`.
     """
     plain, _, _ = on_a_device(None, keep_graph)
     found, tape, device = on_a_device(to_files(tmp_path), keep_graph, fails=True)
@@ -1367,7 +1368,7 @@ def nobody_waits(*_):
 
 
 @pytest.mark.parametrize("where, left_out, told", [
-    ((Shelves, "move"), (Event, "synchronize", nobody_waits),
+    ((Buffers, "move"), (Event, "synchronize", nobody_waits),
      "copy_ on disk reads memory before copy_ on stream"),
     ((SavedStorage, "rest"), (SavedStorage, "_end", without_threads),
      "the read of an activation on reader reads memory before the write of an activation on disk"),
@@ -1375,7 +1376,7 @@ def nobody_waits(*_):
      "reads an activation before the read of an activation on reader is done"),
     ((SavedStorage, "_to_device"), (Line, "wait_stream", nobody_waits),
      "writes memory before tanh_backward, in memory that was freed then, on compute is done"),
-    ((Shelves, "take"), (concurrent.futures, "wait", nobody_waits),
+    ((Buffers, "take"), (concurrent.futures, "wait", nobody_waits),
      "the write of an activation on disk writes memory before the read of an activation"),
 ])
 def test_each_wait_on_the_way_to_files_that_is_left_out_is_found(where, left_out, told, tmp_path,
@@ -1384,7 +1385,7 @@ def test_each_wait_on_the_way_to_files_that_is_left_out_is_found(where, left_out
     In this order: a thread writes to the file what has not been copied, reads what has not been
     written, copies to the device what has not been read, and into memory that somebody still uses;
     and a file gets the activations of the next call, while it is read for one that was dropped.
-    Proves `Copy.rest`, `Copy.here`, `Shelves.move`, `Shelves.take`.
+    Proves `Copy.rest`, `Copy.here`, `Buffers.move`, `Buffers.take`.
     """
     real = getattr(*where)
 

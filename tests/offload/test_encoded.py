@@ -134,8 +134,7 @@ def test_it_trains_as_plain_pytorch_with_the_rounded_weights(world_size, tier, n
     Three steps on the global batch, with frozen weights before, beside and after trainable ones.
     The frozen ones keep their bytes. Breaks if a trainable shard is encoded, if the shard of
     another rank is rounded with other blocks, or if padding is decoded into a weight.
-    Proves I1, `Encoded`, `Encoded.__init__`, `Encoded.load`, `Encoded.release`, `Offload.shard`,
-    `Offload.shard`.
+    Proves I1, `Encoded`, `Encoded.__init__`, `Encoded.load`, `Encoded.release`, `Offload.shard`.
     """
     # The optimizer keeps fp32 masters of bf16 layers and plain PyTorch does not.
     most = 1e-10 if dtype == torch.double else 2**-5

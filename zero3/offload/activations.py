@@ -61,14 +61,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero3.guards.moments import Guarded
 from zero3.guards.options import expect, whole
-from zero3.offload.copies import SavedStorage, Shelf, Shelves
+from zero3.offload.copies import SavedStorage, Shelf
 from zero3.offload.disk import whole_blocks
 from zero3.offload.tiers import Offload
 from zero3.watch import in_backward, tensors_in
@@ -319,8 +319,8 @@ class Visit:
         if offload.tier != "nvme":
             return None
         try:
-            shelves: Any = offload.buffers_for("activations", layer, 0, Shelves)
-            return Shelf(shelves, shelves.take(nbytes))
+            buffers = offload.buffers_for("activations", layer, 0)
+            return Shelf(buffers, buffers.take(nbytes))
         except OSError as error:
             what = ("has no room for its activations", f"{nbytes:,} bytes in {offload.folder}",
                     error, "free some space, choose a folder on a larger disk, or train with "

@@ -19,7 +19,8 @@ $$\text{bytes of files in use} = \sum_{\text{calls that are away}} \; \sum_{\tex
 \left\lceil \frac{\text{bytes}}{4096} \right\rceil \cdot 4096$$
 
 A direct write needs memory that begins at a block of the disk, and an activation begins anywhere.
-So each thread has a block of its own to write from. Reading goes to new memory, which is aligned.
+So each thread has a block of its own to write from (`Buffers.move`). Reading goes to new memory,
+which is aligned.
 
 From an accelerator the backup stream copies to pinned memory, and threads write that to the file.
 On the way back threads read into pinned memory, and the fetch stream copies it to the device:
@@ -40,9 +41,6 @@ needed, so it overlaps nothing. Pinned memory is torch's, which rounds each stor
 two.
 """
 
-import concurrent.futures
-import os
-import queue
 import weakref
 from dataclasses import dataclass
 
@@ -54,67 +52,6 @@ from zero3.offload.disk import File, aligned, whole_blocks
 from zero3.offload.in_file import Blocks, Buffers
 
 
-class Shelves(Buffers):
-    """
-    ## The files of activations, and the threads that write and read them
-    """
-
-    def __init__(self, folder: str | os.PathLike | None,
-                 direct: bool,
-                 queue_depth: int,
-                 block_bytes: int,
-                 owner: Guarded):
-        """
-        ### Start the threads, and give each a block to write from
-        """
-        super().__init__(folder, direct, queue_depth, block_bytes, owner)
-        self.idle: list[File] = []
-        self.blocks: queue.LifoQueue[torch.Tensor] = queue.LifoQueue()
-        # Not in `memory`: they belong to activations, which a `Ledger` leaves out.
-        for _ in range(queue_depth):
-            self.blocks.put(aligned(block_bytes))
-
-    def take(self, nbytes: int) -> File:
-        """
-        ### A file of at least `nbytes`
-
-        Raises `OSError` if the disk is full. What rests in other files is not touched.
-        """
-        fitting = [file for file in self.idle if file.nbytes >= nbytes]
-        if fitting:
-            file = min(fitting, key=lambda file: file.nbytes)
-            self.idle.remove(file)
-            # The activation that was there is gone, and a thread may still write it.
-            concurrent.futures.wait(file.moving)
-            return file
-        if self.idle:
-            # Give its space back, before a larger file takes more.
-            self.idle.remove(max(self.idle, key=lambda file: file.nbytes))
-        return self.make_file(nbytes)
-
-    def move(self, file: File,
-             write: bool,
-             box: list[torch.Tensor],
-             at: int,
-             after: torch.Event | None) -> None:
-        """
-        ### Read a block of a copy, or write it from a block of this thread's own
-        """
-        if not write:
-            super().move(file, write, box, at, after)
-            return
-        part = box.pop()
-        if after is not None:
-            after.synchronize()
-        block = self.blocks.get()
-        try:
-            # The end of the last block of a file holds whatever was in this one.
-            block[: len(part)].copy_(part)
-            file.move(True, block[: whole_blocks(len(part))], at)
-        finally:
-            self.blocks.put(block)
-
-
 @dataclass(eq=False)
 class Shelf:
     """
@@ -123,25 +60,11 @@ class Shelf:
     Its copies refer to it, and with the last one it gives the file back.
     """
 
-    shelves: Shelves
-    file: File  # that `shelves` has taken for it
+    buffers: Buffers
+    file: File  # that `buffers` has taken for it
 
     def __del__(self) -> None:
-        self.shelves.idle.append(self.file)
-
-    def move(self, write: bool,
-             memory: torch.Tensor,
-             at: int,
-             after: torch.Event | None = None) -> Blocks:
-        """
-        ### Hand the blocks of a copy to the threads
-
-        * `memory` is `(bytes,)` uint8, in CPU memory; to be read into, it is whole aligned blocks
-        * `after` is the event after which it may be written from
-        """
-        blocks = self.shelves.start(self.file, write, memory, at, after)
-        self.file.moving = [block for block in self.file.moving if not block.done()] + blocks
-        return blocks
+        self.buffers.idle.append(self.file)
 
 
 class Copy:
@@ -197,7 +120,7 @@ class Copy:
         if shelf is None:
             self.pinned = from_cpu
         else:
-            self.moving = shelf.move(True, from_cpu, self.at, self.event)
+            self.moving = shelf.buffers.start(shelf.file, True, from_cpu, at, self.event)
         self.has_copy = True
 
     def _copy(self, stream: torch.Stream,
@@ -231,11 +154,11 @@ class Copy:
             return 0
         if self.shelf is None:
             self._to_device(self.pinned)
-            return self.nbytes
-        take = None if self.device.type == "cpu" else _pinned
-        self.near = aligned(whole_blocks(self.nbytes), take)
-        in_flight.begin(self, self.near)
-        self.moving = self.shelf.move(False, self.near, self.at)
+        else:
+            take = None if self.device.type == "cpu" else _pinned
+            self.near = aligned(whole_blocks(self.nbytes), take)
+            in_flight.begin(self, self.near)
+            self.moving = self.shelf.buffers.start(self.shelf.file, False, self.near, self.at)
         return self.nbytes
 
     def here(self) -> torch.Tensor:
@@ -274,7 +197,7 @@ class Copy:
         moving = self.moving
         self.moving = []
         if self.shelf is not None:
-            self.shelf.shelves.wait(moving, self.owner(), f"{event} its activations", self.nbytes)
+            self.shelf.buffers.wait(moving, self.owner(), f"{event} its activations", self.nbytes)
         if self.event is not None:
             self.comm.current_stream().wait_event(self.event)
             self.event = None

@@ -26,6 +26,7 @@ space however the run ends. `ls` does not show them, `df` does.
 import concurrent.futures
 import errno
 import os
+import threading
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -36,7 +37,14 @@ import torch
 from zero3.flat import Storage
 from zero3.guards.moments import Guarded
 from zero3.in_flight import in_flight
-from zero3.offload.disk import SPARE_FILES, File, aligned, allow_more_files, whole_blocks
+from zero3.offload.disk import (
+    ALIGN_BYTES,
+    SPARE_FILES,
+    File,
+    aligned,
+    allow_more_files,
+    whole_blocks,
+)
 from zero3.offload.memory import pinned
 
 # Blocks that threads are reading or writing.
@@ -71,6 +79,10 @@ class Buffers:
         self.free: list[tuple[torch.Tensor, torch.Event]] = []
         self.borrowers: list[InFile] = []  # the one that used its buffer last is at the end
         self.files: weakref.WeakSet[File] = weakref.WeakSet()
+        self.idle: list[File] = []  # those that `take` may hand out again
+        # Of each thread, a block that is aligned. Not in `memory`: only activations need it, and a
+        # `Ledger` leaves them out.
+        self.own = threading.local()
         # Threads wait for events. A thread that has chosen no GPU would open the first one for it.
         self.workers = concurrent.futures.ThreadPoolExecutor(
             queue_depth, "zero3-offload",
@@ -105,6 +117,24 @@ class Buffers:
         self.files.add(made)
         return made
 
+    def take(self, nbytes: int) -> File:
+        """
+        ### A file of at least `nbytes`, which may be one that was given back
+
+        Raises `OSError` if the disk is full. What rests in other files is not touched.
+        """
+        fitting = [file for file in self.idle if file.nbytes >= nbytes]
+        if fitting:
+            file = min(fitting, key=lambda file: file.nbytes)
+            self.idle.remove(file)
+            # The activation that was there is gone, and a thread may still write it.
+            concurrent.futures.wait(file.moving)
+            return file
+        if self.idle:
+            # Give its space back, before a larger file takes more.
+            self.idle.remove(max(self.idle, key=lambda file: file.nbytes))
+        return self.make_file(nbytes)
+
     def start(self, file: File,
               write: bool,
               memory: torch.Tensor,
@@ -113,12 +143,15 @@ class Buffers:
         """
         ### Hand memory to the threads, block by block
 
-        * `memory` is `(bytes,)` uint8, which is read or written `at` so many bytes in the file
-        * `after` is the event after which it may be written
+        * `memory` is `(bytes,)` uint8, which is read or written `at` so many bytes in the file. To
+          be read into, it is whole aligned blocks
+        * `after` is the event after which it may be written from
         """
-        return [self.workers.submit(self.move, file, write, [block], at + i * self.block_bytes,
-                                    after)
-                for i, block in enumerate(memory.split(self.block_bytes))]
+        blocks = [self.workers.submit(self.move, file, write, [block], at + i * self.block_bytes,
+                                      after)
+                  for i, block in enumerate(memory.split(self.block_bytes))]
+        file.moving = [block for block in file.moving if not block.done()] + blocks
+        return blocks
 
     def move(self, file: File,
              write: bool,
@@ -131,7 +164,18 @@ class Buffers:
         * `box` has the block, because a thread drops its arguments a moment after it is done, and
           the memory may have to be free by then
         """
-        file.move(write, box.pop(), at)
+        block = box.pop()
+        if after is not None:
+            after.synchronize()
+        if block.data_ptr() % ALIGN_BYTES or len(block) % ALIGN_BYTES:
+            # An activation begins anywhere. The end of the last block of a file holds whatever was
+            # in this one.
+            if not hasattr(self.own, "block"):
+                self.own.block = aligned(self.block_bytes)
+            own = self.own.block[: whole_blocks(len(block))]
+            own[: len(block)].copy_(block)
+            block = own
+        file.move(write, block, at)
 
     def wait(self, moving: Blocks,
              owner: Guarded | None,

@@ -185,17 +185,16 @@ class Offload(StorageFactory):
 
     def buffers_for(self, purpose: str,
                     owner: Guarded,
-                    number: int,
-                    kind: type[Buffers] = Buffers) -> Buffers:
+                    number: int) -> Buffers:
         """
         ### The buffers for one purpose, at least `number` of them, made when they are needed first
 
         "params" and "states" have their own, because backward reads shards while it writes
-        gradients. "activations" have those of another class, `Shelves`.
+        gradients. "activations" have files and threads, and no buffers.
         """
         if purpose not in self.in_use:
-            self.in_use[purpose] = kind(self.folder, self.direct, self.queue_depth,
-                                        self.block_bytes, owner)
+            self.in_use[purpose] = Buffers(self.folder, self.direct, self.queue_depth,
+                                           self.block_bytes, owner)
         buffers = self.in_use[purpose]
         buffers.number = max(buffers.number, number)
         return buffers
