@@ -91,7 +91,7 @@ def ask(*options):
 def test_the_command_line_says_which_layout_to_take():
     """
     The example of the documentation, and options that do not go together.
-    Proves `estimate.main`, `check_args`, `show_layouts`, `between._advice`, `print_table`.
+    Proves `estimate.main`, `check_args`, `show_layouts`, `_advice`, `print_table`.
     """
     told = ask("--nodes", "4", "--link", "25GB", "--gpu", "80GB")
     assert told.returncode == 0 and told.stderr == ""

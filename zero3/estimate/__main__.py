@@ -4,10 +4,20 @@
 
 import argparse
 from collections.abc import Callable
+from dataclasses import astuple
 
-from zero3.estimate.between import show_layouts
-from zero3.estimate.formulas import number, show_places, show_stages
-from zero3.estimate.saved import show_activations
+from zero3.estimate.between import Choice, best, choices
+from zero3.estimate.formulas import (
+    Place,
+    advise,
+    bandwidth_for,
+    gigabytes,
+    number,
+    places,
+    print_table,
+    show_stages,
+)
+from zero3.estimate.saved import HEAD_WIDTH, activations, gpt2_bytes, gpt2_width
 from zero3.guards.command_line import Parser, within
 from zero3.guards.options import expect
 
@@ -78,6 +88,104 @@ def check_args(args: argparse.Namespace) -> None:
                "neither --cpu nor --nvme", "one of them", "leave out --nodes to compare tiers")
     if args.nodes is not None or args.sequence is not None:
         within("--layers", args.layers, 1, MOST_LAYERS)
+
+
+def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
+    """
+    ## Print in which tiers the model fits on this machine
+    """
+    found = advise(args.params, args.ranks, has, args.layers)
+    print(f"{args.params:,.0f} parameters in {args.layers} layers, {args.ranks} rank(s) on one "
+          "machine, in half precision with Adam,\n16 bytes per parameter. GB (1e9 bytes) that a "
+          "rank needs, without activations:\n")
+    rows = [(f"{'parameters':12}optimizer", [*has], "")]
+    for place in places(args.params, args.ranks, args.layers):
+        cells = [gigabytes(place.needs[tier], 1) for tier in has]
+        note = "   <- the fastest that fits" if place == found else ""
+        rows.append((f"{place.params_in:12}{place.states_in}", cells, note))
+    share = [n / (1 if tier == "device" else args.ranks) for tier, n in has.items()]
+    print_table([*rows, ("a rank has", [gigabytes(n, 1) for n in share], "")])
+    if found is None:
+        print("\nIt does not fit. More ranks need less each; a larger disk is the cheapest tier.")
+        return
+    for tier, moved in found.step_bytes.items():
+        if moved:
+            print(f"\nA step moves {gigabytes(moved, 1)} GB of a rank into its {tier} tier and "
+                  "out.")
+    if found.states_in != "device":
+        _show_bandwidth(args, found)
+
+
+def _show_bandwidth(args: argparse.Namespace, place: Place) -> None:
+    peak = args.tflops * 1e12
+    to_states = bandwidth_for(0.9, args.tokens / 4, peak)
+    to_params = bandwidth_for(0.9, args.tokens, peak)
+    needs = f"{to_states / 1e9:,.0f} GB/s to its optimizer states"
+    if place.params_in != "device":
+        needs += f",\n{to_params / 1e9:,.0f} GB/s to its parameters"
+    print(f"\nWith {args.tokens:,.0f} tokens of a rank in a step, at {args.tflops:g} Tflop/s, "
+          "the bandwidth that a rank needs for 90 % of that\nspeed if nothing hides the transfer "
+          f"(ZeRO-Infinity, equation 6): {needs}.")
+
+
+def show_layouts(args: argparse.Namespace) -> None:
+    """
+    ## Print what each layout costs, and which one to take
+    """
+    found = choices(args.params, args.ranks, args.nodes, args.layers, args.messages)
+    chosen = best(found, args.gpu)
+    exact = best([each for each in found if not each.rounds], args.gpu)
+    how = "messages, as on the CPU" if args.messages else "rings, as on GPUs"
+    print(f"{args.params:,.0f} parameters in {args.layers} layers, on {args.nodes} nodes of "
+          f"{args.ranks // args.nodes} rank(s), in half precision with Adam.\nGB (1e9 bytes) of a "
+          "rank at the peak of a step, without activations, and GB that leave\neach node in a "
+          f"step, in {how}:\n")
+    rows = [("layout", ["of a rank", "leave a node", *(["seconds"] if args.link else [])],
+             "  numbers")]
+    marks = {id(exact): "  <- the fewest, exact", id(chosen): "  <- the fewest"}
+    for each in found:
+        cells = [gigabytes(each.peak_bytes), gigabytes(each.between_bytes)]
+        if args.link:
+            cells.append(f"{each.between_bytes / args.link:,.3f}")
+        numbers = "  rounded" if each.rounds else "  exact"
+        rows.append((each.name, cells, numbers + marks.get(id(each), "")))
+    if args.gpu is not None:
+        rows.append(("a rank has", [gigabytes(args.gpu)], ""))
+    print_table(rows)
+    print(f"\n{_advice(chosen, exact)}")
+
+
+def _advice(chosen: Choice | None, exact: Choice | None) -> str:
+    """
+    #### Which layout to take, in words
+    """
+    if chosen is None:
+        return "None fits. More ranks need less memory each; without --nodes, see about offload."
+    said = f"Take {chosen.name}: the fewest bytes between nodes that fit."
+    if not chosen.rounds:
+        return f"{said} The numbers are exact."
+    said += " It rounds what travels, so losses differ."
+    if exact:
+        times = exact.between_bytes / chosen.between_bytes
+        said += f"\nWith exact numbers take {exact.name}: {times:.1f} times as many bytes."
+    return said
+
+
+def show_activations(args: argparse.Namespace) -> None:
+    """
+    ## Print what activations need if they stay, and if they leave
+    """
+    width = args.width or gpt2_width(args.params, args.layers)
+    heads = -(-width // HEAD_WIDTH)
+    saved = gpt2_bytes(args.layers, width, heads, int(args.tokens), args.sequence)
+    print(f"\nActivations of {args.layers} blocks of GPT-2 with {width:,} features and {heads} "
+          f"heads: {args.tokens:,.0f} tokens of a rank\nin a step, in sequences of "
+          f"{args.sequence:,}, without recomputation. GB (1e9 bytes):\n")
+    rows = [("", ["out", "in", "in memory"], "")]
+    for name, keep in (("stay", len(saved)), ("to cpu or nvme", 1)):
+        cells = [gigabytes(nbytes) for nbytes in astuple(activations(saved, keep))]
+        rows.append((name, cells, ""))
+    print_table(rows)
 
 
 if __name__ == "__main__":

@@ -43,11 +43,10 @@ choose other ways than a ring. Each node has the same number of ranks, all layer
 a step one micro-batch. Groups of different sizes, and a mesh on some of the ranks.
 """
 
-import argparse
 from dataclasses import dataclass
 
 from zero3.comm.encodings import Encoding, Int4, Int8
-from zero3.estimate.formulas import ELEMENT_BYTES, LayerSpec, Part, gigabytes, print_table
+from zero3.estimate.formulas import ELEMENT_BYTES, LayerSpec, Part
 from zero3.estimate.predict import predict
 from zero3.guards.options import expect
 
@@ -217,46 +216,3 @@ def best(found: list[Choice], has_bytes: float | None) -> Choice | None:
     fitting = [each for each in found if has_bytes is None or each.peak_bytes <= has_bytes]
     return min(fitting, key=lambda each: (float(f"{each.between_bytes:.2e}"), each.peak_bytes),
                default=None)
-
-
-def show_layouts(args: argparse.Namespace) -> None:
-    """
-    ## Print what each layout costs, and which one to take
-    """
-    found = choices(args.params, args.ranks, args.nodes, args.layers, args.messages)
-    chosen = best(found, args.gpu)
-    exact = best([each for each in found if not each.rounds], args.gpu)
-    how = "messages, as on the CPU" if args.messages else "rings, as on GPUs"
-    print(f"{args.params:,.0f} parameters in {args.layers} layers, on {args.nodes} nodes of "
-          f"{args.ranks // args.nodes} rank(s), in half precision with Adam.\nGB (1e9 bytes) of a "
-          "rank at the peak of a step, without activations, and GB that leave\neach node in a "
-          f"step, in {how}:\n")
-    rows = [("layout", ["of a rank", "leave a node", *(["seconds"] if args.link else [])],
-             "  numbers")]
-    marks = {id(exact): "  <- the fewest, exact", id(chosen): "  <- the fewest"}
-    for each in found:
-        cells = [gigabytes(each.peak_bytes), gigabytes(each.between_bytes)]
-        if args.link:
-            cells.append(f"{each.between_bytes / args.link:,.3f}")
-        numbers = "  rounded" if each.rounds else "  exact"
-        rows.append((each.name, cells, numbers + marks.get(id(each), "")))
-    if args.gpu is not None:
-        rows.append(("a rank has", [gigabytes(args.gpu)], ""))
-    print_table(rows)
-    print(f"\n{_advice(chosen, exact)}")
-
-
-def _advice(chosen: Choice | None, exact: Choice | None) -> str:
-    """
-    #### Which layout to take, in words
-    """
-    if chosen is None:
-        return "None fits. More ranks need less memory each; without --nodes, see about offload."
-    said = f"Take {chosen.name}: the fewest bytes between nodes that fit."
-    if not chosen.rounds:
-        return f"{said} The numbers are exact."
-    said += " It rounds what travels, so losses differ."
-    if exact:
-        times = exact.between_bytes / chosen.between_bytes
-        said += f"\nWith exact numbers take {exact.name}: {times:.1f} times as many bytes."
-    return said

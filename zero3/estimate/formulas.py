@@ -27,7 +27,6 @@ computation in flops per second.
 papers' data types and Adam; `predict.py` uses the real layers, to the byte.
 """
 
-import argparse
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -347,41 +346,3 @@ def show_stages(params: float, ranks: int) -> None:
     print_table(rows, name_width=26)
     print("\n16: ZeRO, 2 parameter + 2 gradient + 12 Adam.  18: DeepSpeed's estimator, 2 + 4 + 12."
           "\n20: ZeRO-Infinity, 2 + 2 + 16.  Activations come on top.")
-
-
-def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
-    """
-    ## Print in which tiers the model fits on this machine
-    """
-    best = advise(args.params, args.ranks, has, args.layers)
-    print(f"{args.params:,.0f} parameters in {args.layers} layers, {args.ranks} rank(s) on one "
-          "machine, in half precision with Adam,\n16 bytes per parameter. GB (1e9 bytes) that a "
-          "rank needs, without activations:\n")
-    rows = [(f"{'parameters':12}optimizer", [*has], "")]
-    for place in places(args.params, args.ranks, args.layers):
-        cells = [gigabytes(place.needs[tier], 1) for tier in has]
-        note = "   <- the fastest that fits" if place == best else ""
-        rows.append((f"{place.params_in:12}{place.states_in}", cells, note))
-    share = [n / (1 if tier == "device" else args.ranks) for tier, n in has.items()]
-    print_table([*rows, ("a rank has", [gigabytes(n, 1) for n in share], "")])
-    if best is None:
-        print("\nIt does not fit. More ranks need less each; a larger disk is the cheapest tier.")
-        return
-    for tier, moved in best.step_bytes.items():
-        if moved:
-            print(f"\nA step moves {gigabytes(moved, 1)} GB of a rank into its {tier} tier and "
-                  "out.")
-    if best.states_in != "device":
-        _show_bandwidth(args, best)
-
-
-def _show_bandwidth(args: argparse.Namespace, place: Place) -> None:
-    peak = args.tflops * 1e12
-    to_states = bandwidth_for(0.9, args.tokens / 4, peak)
-    to_params = bandwidth_for(0.9, args.tokens, peak)
-    needs = f"{to_states / 1e9:,.0f} GB/s to its optimizer states"
-    if place.params_in != "device":
-        needs += f",\n{to_params / 1e9:,.0f} GB/s to its parameters"
-    print(f"\nWith {args.tokens:,.0f} tokens of a rank in a step, at {args.tflops:g} Tflop/s, "
-          "the bandwidth that a rank needs for 90 % of that\nspeed if nothing hides the transfer "
-          f"(ZeRO-Infinity, equation 6): {needs}.")

@@ -30,16 +30,15 @@ output of the one before, and counts as the meta device saves. Kernels of a GPU 
 With `keep` above 1 a storage that a later call saves again may be counted twice.
 """
 
-import argparse
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero3.estimate.formulas import ELEMENT_BYTES, gigabytes, print_table
+from zero3.estimate.formulas import ELEMENT_BYTES
 
 # Features of a head of GPT-2, in all its sizes.
 HEAD_WIDTH = 64
@@ -124,20 +123,3 @@ def gpt2_width(params: float, layers: int) -> int:
     ## The features of a GPT-2 with so many parameters: $\Psi = 12\,n\,d^2$ without its embedding
     """
     return max(1, math.floor(math.sqrt(params / (12 * layers))))
-
-
-def show_activations(args: argparse.Namespace) -> None:
-    """
-    ## Print what activations need if they stay, and if they leave
-    """
-    width = args.width or gpt2_width(args.params, args.layers)
-    heads = -(-width // HEAD_WIDTH)
-    saved = gpt2_bytes(args.layers, width, heads, int(args.tokens), args.sequence)
-    print(f"\nActivations of {args.layers} blocks of GPT-2 with {width:,} features and {heads} "
-          f"heads: {args.tokens:,.0f} tokens of a rank\nin a step, in sequences of "
-          f"{args.sequence:,}, without recomputation. GB (1e9 bytes):\n")
-    rows = [("", ["out", "in", "in memory"], "")]
-    for name, keep in (("stay", len(saved)), ("to cpu or nvme", 1)):
-        cells = [gigabytes(nbytes) for nbytes in astuple(activations(saved, keep))]
-        rows.append((name, cells, ""))
-    print_table(rows)
