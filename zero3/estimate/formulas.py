@@ -229,63 +229,47 @@ def places(params: float,
     With the states in CPU memory a step moves $4\Psi/N$ bytes, the least that offload can
     (ZeRO-Offload, section 3).
     """
-    shard = params / ranks
-    layer = params / layers
-    found = []
-    for params_in, states_in in CHOICES:
-        p, g, k, stepped = _tier_widths(params_in, states_in, basis)
-        parts = {tier: dict.fromkeys(KINDS, 0.0) for tier in ("device", "cpu", "nvme")}
-        parts["device"]["working"] = 3 * p * layer
-        parts[params_in]["parameters"] = p * shard
-        parts[states_in]["gradients"] = g * shard
-        parts[states_in]["states"] = k * shard
-        if params_in == "nvme":
-            parts["cpu"]["working"] += 2 * p * layer / ranks
-        if states_in == "nvme":
-            parts["cpu"]["working"] += 5 * stepped * layer / ranks
-        moves = _tier_moves(params_in, states_in, shard, p, stepped)
-        found.append(Place(params_in, states_in, parts, moves))
-    return found
+    return [_place(*tiers, params / ranks, params / layers, ranks, basis) for tiers in CHOICES]
 
 
-def _tier_widths(params_in: str,
-                 states_in: str,
-                 basis: int | str) -> tuple[int, int, int, int]:
+def _place(params_in: str,
+           states_in: str,
+           shard: float,
+           layer: float,
+           ranks: int,
+           basis: int | str) -> Place:
     """
-    #### Bytes per parameter: for itself, its gradient, its states, and for all that a step needs
+    #### The bytes in each tier, and those that a step moves, for one choice
 
-    In fp32, parameters on the device need a copy in the tier in which they are stepped, and those
-    in files move along with their states.
+    * `shard` and `layer` are the parameters of a rank, and of a whole layer
     """
     p, g, k = WIDTHS[basis]
     fp32 = p == 4
     if fp32 and params_in == "device" != states_in:
+        # They need a copy in the tier in which they are stepped.
         k += p
-    along = p if fp32 and params_in == "nvme" else 0
-    return p, g, k, g + k + along
-
-
-def _tier_moves(params_in: str,
-                states_in: str,
-                shard: float,
-                p: int,
-                stepped: int) -> dict[str, float]:
-    """
-    #### Bytes that a step moves into each tier and out of it
-    """
+    # Master, moments and gradient. In fp32, parameters in files move along with them.
+    stepped = g + k + (p if fp32 and params_in == "nvme" else 0)
+    parts = {tier: dict.fromkeys(KINDS, 0.0) for tier in ("device", "cpu", "nvme")}
+    parts["device"]["working"] = 3 * p * layer
+    parts[params_in]["parameters"] = p * shard
+    parts[states_in]["gradients"] = g * shard
+    parts[states_in]["states"] = k * shard
     moves = {"cpu": 0.0, "nvme": 0.0}
+    if params_in != "device":
+        moves[params_in] += 2 * p * shard
     if states_in == "cpu":
         # Gradients, and the parameters back.
         moves["cpu"] += (2 if params_in == "device" else 1) * p * shard
-    if params_in != "device":
-        moves[params_in] += 2 * p * shard
     if states_in == "nvme":
-        # Master, moments and gradient are each written and read.
+        parts["cpu"]["working"] += 5 * stepped * layer / ranks
+        # Each is written and read.
         moves["nvme"] += 2 * stepped * shard
-    if params_in == "nvme" and p < 4:
+    if params_in == "nvme":
+        parts["cpu"]["working"] += 2 * p * layer / ranks
         # The master is rounded into the parameters, which are written too.
-        moves["nvme"] += p * shard
-    return moves
+        moves["nvme"] += 0 if fp32 else p * shard
+    return Place(params_in, states_in, parts, moves)
 
 
 def advise(params: float,
