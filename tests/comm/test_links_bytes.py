@@ -84,9 +84,10 @@ def chains():
 def linked(layout):
     """The ranks of a layout. All chains of a call share them, with their process groups."""
     mesh = None
-    if layout.groups > 1 or layout.secondary:
+    groups = layout.nodes * layout.replicas
+    if groups > 1 or layout.secondary:
         dims = ("replicate" if layout.replicas > 1 else "nodes", "shard")
-        mesh = init_device_mesh("cpu", (layout.groups, layout.ranks), mesh_dim_names=dims)
+        mesh = init_device_mesh("cpu", (groups, layout.ranks), mesh_dim_names=dims)
     return Links(mesh, layout.weights, layout.gradients, layout.secondary)
 
 

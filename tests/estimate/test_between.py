@@ -22,11 +22,11 @@ from zero3.estimate.formulas import ELEMENT_BYTES
 def test_a_layout_counts_ranks_and_bytes_as_its_table_says():
     """
     The table of `Layout`, and the bytes of 64 elements with their scale.
-    Proves `Layout.groups`, `Layout.shards`, `Layout.divisor`, `row_bytes`, `Layout`.
+    Proves `Layout.shards`, `Layout.divisor`, `row_bytes`, `Layout`.
     """
-    counts = {Layout(4): (1, 4, 4), Layout(2, replicas=2): (2, 2, 4), Layout(2, nodes=2): (2, 4, 4)}
+    counts = {Layout(4): (4, 4), Layout(2, replicas=2): (2, 4), Layout(2, nodes=2): (4, 4)}
     for layout, expected in counts.items():
-        assert expected == (layout.groups, layout.shards, layout.divisor)
+        assert expected == (layout.shards, layout.divisor)
     assert [row_bytes(each, 64, 4) for each in (Int8(), Int4(), None)] == [66, 34, 256]
     with pytest.raises(ValueError, match=r"Expected: nodes or replicas. Got: 2 nodes and 2"):
         Layout(1, nodes=2, replicas=2)

@@ -89,13 +89,6 @@ class Layout:
                f"{self.nodes} nodes and {self.replicas} replicas", "leave one of them out")
 
     @property
-    def groups(self) -> int:
-        """
-        ### Nodes or replicas
-        """
-        return max(self.nodes, self.replicas)
-
-    @property
     def shards(self) -> int:
         """
         ### Into how many shards a layer is cut
@@ -107,7 +100,7 @@ class Layout:
         """
         ### All ranks, over which gradients are averaged
         """
-        return self.ranks * self.groups
+        return self.ranks * self.nodes * self.replicas
 
 
 def row_bytes(encoding: Encoding | None,
@@ -169,7 +162,7 @@ def between_bytes(layout: Layout,
     gradient_bytes = row_bytes(layout.gradients, shard_numel, ELEMENT_BYTES)
     gathers = layers if layout.secondary else 2 * layers - 1  # the last layer is gathered once
     crossings = per_node * (nodes - 1)
-    if layout.groups == 1:
+    if ranks == layout.ranks:
         crossings = per_node * (ranks - per_node) if by_messages else ranks - 1
     if layout.replicas > 1:
         gathers = 0
