@@ -156,8 +156,7 @@ FURTHER = (
     chapter(
         "Offload",
         "shards in CPU memory and in files",
-        ("zero3/offload/tiers.py", "`Offload`: shards in CPU memory or in files"),
-        ("zero3/offload/encoded.py", "frozen weights that rest in 8 or 4 bits"),
+        ("zero3/offload/tiers.py", "`Offload`: shards in CPU memory, in files or encoded"),
         ("zero3/offload/in_file.py", "tensors in a file, read ahead"),
         ("zero3/offload/disk.py", "reads and writes past the page cache"),
         ("zero3/offload/activations.py", "activations that rest elsewhere"),

@@ -23,8 +23,7 @@ of the book (`docs/`).
 | 7 | `optimizer/states.py` | masters, moments and gradients of a shard, in one place or two |
 | 7 | `optimizer/whole.py` | whole matrices for Muon: each has an owner |
 | 7 | `optimizer/steps.py` | who hears of the steps of all optimizers |
-| more | `offload/tiers.py` | `Offload`: shards in CPU memory or in files |
-| more | `offload/encoded.py` | frozen weights that rest in 8 or 4 bits |
+| more | `offload/tiers.py` | `Offload`: shards in CPU memory, in files or encoded |
 | more | `offload/in_file.py` | tensors in a file, read ahead |
 | more | `offload/disk.py` | reads and writes past the page cache |
 | more | `offload/activations.py` | activations that rest elsewhere |

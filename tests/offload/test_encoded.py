@@ -24,7 +24,7 @@ from tests.streams import Accelerator, before
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
 from zero3.comm.encodings import Int4, Int8
 from zero3.estimate.ledger import Ledger, held_bytes
-from zero3.offload.encoded import Encoded
+from zero3.offload.tiers import Encoded
 
 WIDTH = 7
 ROWS = 2
