@@ -28,14 +28,13 @@ papers' data types and Adam; `predict.py` uses the real layers, to the byte.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from zero3.estimate.ledger import storages
+from zero3.flat import alike, find_params
 from zero3.layer import Zero3Sequential
 from zero3.sharded import Sharded
 
@@ -109,11 +108,10 @@ def _parts(layer: nn.Module) -> tuple[Part, ...]:
                       flat.shard.requires_grad, aligned(1, flat.shard.dtype))
                  for flat in layer.flats]
     else:
-        kinds: Counter[tuple[bool, torch.dtype]] = Counter()
-        for param in layer.parameters():
-            kinds[param.requires_grad, param.dtype] += param.numel()
-        found = [Part(numel, dtype.itemsize, trains) for (trains, dtype), numel in kinds.items()]
-    return tuple(sorted(found, key=lambda part: not part.trainable))
+        found = [Part(sum(param.numel() for param in params), params[0].dtype.itemsize,
+                      params[0].requires_grad)
+                 for params in map(list, alike(find_params(layer)))]
+    return tuple(found)
 
 
 def stages(params: float,
