@@ -60,7 +60,6 @@ class File:
         self.nbytes = nbytes
         # Blocks of it that threads may still move, after nobody needs the file (see `copies.py`).
         self.moving: list[Future] = []
-        allow_more_files(self.fd)
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError:
@@ -88,12 +87,12 @@ class File:
         Several threads may do this at once. Raises `OSError` if the system does, or if the file has
         become too short.
         """
-        left_bytes = os.fstat(self.fd).st_size
-        if left_bytes < self.nbytes:
-            raise OSError(errno.EIO, f"the file has been cut to {left_bytes} bytes")
         call: Callable[..., int] = os.pwritev if write else os.preadv
         rest = memory.numpy()
         while len(rest):
+            left_bytes = os.fstat(self.fd).st_size
+            if left_bytes < self.nbytes:
+                raise OSError(errno.EIO, f"the file has been cut to {left_bytes} bytes")
             try:
                 done = call(self.fd, [rest], offset)
             except OSError as error:
@@ -102,8 +101,6 @@ class File:
                 # This disk needs larger blocks. Through the page cache any block is right.
                 self._past_the_cache(False)
                 done = call(self.fd, [rest], offset)
-            if done == 0:
-                raise OSError(errno.EIO, f"the file has been cut to {offset} bytes")
             rest = rest[done:]
             offset += done
 
