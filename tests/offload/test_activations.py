@@ -46,7 +46,7 @@ from zero3.estimate.saved import Moved, activations, gpt2_bytes
 from zero3.in_flight import in_flight
 from zero3.inject import inject, policies
 from zero3.offload.activations import Activations, Forward, bring_back, order
-from zero3.offload.copies import SavedStorage
+from zero3.offload.copies import Copy
 from zero3.offload.disk import File
 from zero3.offload.in_file import Buffers
 from zero3.pipeline import Pipeline
@@ -846,7 +846,7 @@ def test_memory_that_somebody_frees_and_fills_again_stays(tmp_path):
     """
     Compressed weights are freed between forward and backward, by resizing. Breaks if a thread
     reads such memory, or if backward gets what it held before.
-    Proves `SavedStorage.can_leave`.
+    Proves `Copy.can_leave`.
     """
     found = []
     for where in (None, to_files(tmp_path)):
@@ -898,7 +898,7 @@ def test_two_graphs_go_backward_in_any_order(first, tmp_path):
 def test_a_graph_that_is_dropped_frees_its_memory_and_its_files(tmp_path):
     """
     By counting references alone: the collector of cycles is off.
-    Proves `Shelf`, `Order`, `SavedStorage`, `Visit`.
+    Proves `Shelf`, `Order`, `Copy`, `Visit`.
     """
     model = chain(to_files(tmp_path))
     files = model.module_list[0].saving.activations.to
@@ -1270,13 +1270,13 @@ def on_a_device(where, keep_graph=False, fails=False):
     def fail(_):
         raise KeyError("on purpose")
 
-    real = SavedStorage._copy
+    real = Copy._copy
 
     def named(copy, stream, to, memory):
         device.name(memory, "an activation")
         real(copy, stream, to, memory)
 
-    with Accelerator() as device, mock.patch.object(SavedStorage, "_copy", named):
+    with Accelerator() as device, mock.patch.object(Copy, "_copy", named):
         model = chain(where)
         for i in range(2):
             with Ledger(model) as tape:
@@ -1344,13 +1344,13 @@ def test_each_wait_that_is_left_out_is_found(name, monkeypatch):
     The test above would see it.
     Proves `Copy.rest`, `Copy.here`.
     """
-    real = getattr(SavedStorage, name)
+    real = getattr(Copy, name)
 
     def without(copy):
         with monkeypatch.context() as patch:
             patch.setattr(Line, "wait_event", lambda *_: None)
             return real(copy)
-    monkeypatch.setattr(SavedStorage, name, without)
+    monkeypatch.setattr(Copy, name, without)
     _, _, device = on_a_device(Activations("cpu", below_bytes=0))
     assert device.problems
 
@@ -1370,11 +1370,11 @@ def nobody_waits(*_):
 @pytest.mark.parametrize("where, left_out, told", [
     ((Buffers, "move"), (Event, "synchronize", nobody_waits),
      "copy_ on disk reads memory before copy_ on stream"),
-    ((SavedStorage, "rest"), (SavedStorage, "_end", without_threads),
+    ((Copy, "rest"), (Copy, "_end", without_threads),
      "the read of an activation on reader reads memory before the write of an activation on disk"),
-    ((SavedStorage, "here"), (SavedStorage, "_end", without_threads),
+    ((Copy, "here"), (Copy, "_end", without_threads),
      "reads an activation before the read of an activation on reader is done"),
-    ((SavedStorage, "_to_device"), (Line, "wait_stream", nobody_waits),
+    ((Copy, "_to_device"), (Line, "wait_stream", nobody_waits),
      "writes memory before tanh_backward, in memory that was freed then, on compute is done"),
     ((Buffers, "take"), (concurrent.futures, "wait", nobody_waits),
      "the write of an activation on disk writes memory before the read of an activation"),

@@ -68,7 +68,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero3.guards.moments import Guarded
 from zero3.guards.options import expect, whole
-from zero3.offload.copies import SavedStorage, Shelf
+from zero3.offload.copies import Copy, Shelf
 from zero3.offload.disk import whole_blocks
 from zero3.offload.tiers import Offload
 from zero3.watch import in_backward, tensors_in
@@ -178,7 +178,10 @@ class Forward:
         stored = order.known.get(_storage_of(tensor))
         # Once it has left, its values may change: torch counts the writes of some views apart.
         if stored is None or stored.has_copy:
-            stored = SavedStorage(tensor)
+            # The whole storage, once for all of its views. With the last handle that refers to it
+            # it goes, its memory and its copy.
+            bytes_of_all = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            stored = Copy(bytes_of_all.set_(tensor.untyped_storage()))
             order.known[_storage_of(tensor)] = stored
         visit.add(stored)
         writes = tensor.detach()
@@ -237,7 +240,7 @@ class Handle(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...] = ()
     offset: int = 0  # elements
-    stored: SavedStorage | None = None
+    stored: Copy | None = None
     visit: "Visit | None" = None
 
 
@@ -277,11 +280,11 @@ class Visit:
         self.label = layer.label
         self.number = order.newest + 1
         # The storages that a graph still needs. Weakly, because they refer to this object.
-        self.members: weakref.WeakValueDictionary[int, SavedStorage] = (
+        self.members: weakref.WeakValueDictionary[int, Copy] = (
             weakref.WeakValueDictionary())
         self.has_left = False
 
-    def add(self, stored: SavedStorage) -> None:
+    def add(self, stored: Copy) -> None:
         """
         ### This call needs a storage
         """
@@ -364,7 +367,7 @@ class Order:
         self.visits: weakref.WeakValueDictionary[int, Visit] = weakref.WeakValueDictionary()
         self.newest = 0  # the number of the visit that has begun last
         # Storages in memory by the addresses of torch's objects for them.
-        self.known: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self.known: weakref.WeakValueDictionary[int, Copy] = weakref.WeakValueDictionary()
         # The numbers of the visits that backward has reached, the last two.
         self.entered = [0, 0]
 

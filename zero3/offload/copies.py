@@ -1,8 +1,8 @@
 r"""
 # Copies of activations
 
-`Copy` is memory of a device that leaves for CPU memory or a file, and comes back. `SavedStorage` is
-one that autograd has saved, and `Shelf` a file with the copies of one call.
+`Copy` is memory of a device that leaves for CPU memory or a file, and comes back. `Shelf` is a file
+with the copies of one call.
 
 Each batch may have activations of other sizes. So a call takes a file from those that earlier calls
 have given back, and makes one only if all of them are too small. Two calls of 8,192 and 5,000 bytes
@@ -92,6 +92,18 @@ class Copy:
         self.device = memory.device
         self.nbytes = memory.nbytes
         self.moving: Blocks = []
+        # The calls of layers that need an activation, in the order of forward.
+        self.visits: list[object] = []
+
+    @property
+    def can_leave(self) -> bool:
+        """
+        ### Whether only memory has it, of the size that it was saved with
+
+        Somebody may free it by resizing and fill it again, as `compression/freeing.py` does.
+        """
+        return (not self.has_copy and self.memory is not None
+                and self.memory.untyped_storage().nbytes() == self.nbytes)
 
     def __del__(self) -> None:
         # It was dropped during a copy. Only the compute stream may use this memory again.
@@ -201,30 +213,6 @@ class Copy:
         if self.event is not None:
             self.comm.current_stream().wait_event(self.event)
             self.event = None
-
-
-class SavedStorage(Copy):
-    """
-    ## A storage that autograd has saved, once for all of its views
-
-    Its handles refer to it. With the last one it goes, its memory and its copy.
-    """
-
-    def __init__(self, tensor: torch.Tensor):
-        whole_storage = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        super().__init__(whole_storage.set_(tensor.untyped_storage()))
-        # Who needs it, in the order of forward.
-        self.visits: list[object] = []
-
-    @property
-    def can_leave(self) -> bool:
-        """
-        ### Whether only memory has it, of the size that it was saved with
-
-        Somebody may free it by resizing and fill it again, as `compression/freeing.py` does.
-        """
-        return (not self.has_copy and self.memory is not None
-                and self.memory.untyped_storage().nbytes() == self.nbytes)
 
 
 def _pinned(nbytes: int) -> torch.Tensor:
