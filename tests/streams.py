@@ -453,10 +453,11 @@ class Accelerator:
         return call
 
     def moved(self, real: Callable) -> Callable:
-        def end(storage: InFile, event: str) -> None:
-            if storage.moving[event]:
-                self.host.merge(vars(storage)["done"][event].clock)
-            real(storage, event)
+        def end(storage: InFile, *events: str) -> None:
+            for event in events:
+                if storage.moving[event]:
+                    self.host.merge(vars(storage)["done"][event].clock)
+            real(storage, *events)
 
         return end
 

@@ -315,8 +315,7 @@ class InFile(Storage):
         """
         if self.buffer is None:
             return
-        self._end("read")
-        self._end("write")
+        self._end("read", "write")
         event = self.buffers.event()
         if stream is not None:
             event.record(stream)
@@ -382,9 +381,8 @@ class InFile(Storage):
         """
         #### The tensors, as views of the buffer
         """
-        self._end("read")
         # The threads must not write a mixture of old and new.
-        self._end("write")
+        self._end("read", "write")
         self.held = True
         assert self.buffer is not None
         return {name: self.buffer[first : first + nbytes].view(dtype)
@@ -406,17 +404,19 @@ class InFile(Storage):
         self.present.update(names)
         self.record(event, end - begin)
 
-    def _end(self, event: str) -> None:
+    def _end(self, *events: str) -> None:
         """
         #### Wait for the blocks that are being read or written
 
+        * `events` are "read" and "write", or one of the two
+
         Raises `RuntimeError` if a block did not arrive; all ranks stop then.
         """
-        if not self.moving[event]:
-            return
-        self.buffers.wait(self.moving[event], self.owner(), f"{event} what rests in a file",
-                          self.nbytes)
-        self.moving[event] = []
-        if not any(self.moving.values()):
-            in_flight.end(self)
-        self.record({"read": "arrived", "write": "written"}[event], 0)
+        for event in events:
+            if self.moving[event]:
+                self.buffers.wait(self.moving[event], self.owner(),
+                                  f"{event} what rests in a file", self.nbytes)
+                self.moving[event] = []
+                if not any(self.moving.values()):
+                    in_flight.end(self)
+                self.record({"read": "arrived", "write": "written"}[event], 0)
