@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.bench.disk import _disk_bytes, measure
+from tests.bench.disk import _disk_bytes, cool, measure
 from tests.cases import CASES, WIDTH, freeze, train_both
 from tests.commands import python_m
 from tests.ranks import run
@@ -1042,7 +1042,7 @@ def test_what_the_cache_gave_is_not_reported_as_the_disks(direct, tmp_path):
     """
     Memory that looks like a disk has no speed here. On a disk there is a figure, and the system
     says that all the bytes came from it.
-    Proves `File.move`, `File.cool`.
+    Proves `File.move`.
     """
     if Path("/dev/shm").is_dir():
         speed = measure(Path("/dev/shm"), 8 << 20, direct, 1 << 20, 2)
@@ -1057,11 +1057,11 @@ def test_what_the_cache_gave_is_not_reported_as_the_disks(direct, tmp_path):
 def test_a_file_that_was_cooled_is_not_in_the_page_cache(direct, tmp_path):
     """
     What is read then comes from the disk. Breaks without `posix_fadvise`.
-    Proves `File.cool`.
+    Proves `File.move`.
     """
     file = File(tmp_path, 1 << 20, direct)
     file.move(True, aligned(1 << 20), 0)
-    file.cool()
+    cool(file)
     before = _disk_bytes(False)
     os.pread(os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY), 1 << 20, 0)
     if not before:

@@ -104,13 +104,6 @@ class File:
             rest = rest[done:]
             offset += done
 
-    def cool(self) -> None:
-        """
-        ### Write all of it to the disk, and drop it from the page cache
-        """
-        os.fsync(self.fd)
-        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
 
 def allow_more_files(fd: int) -> int:
     """
