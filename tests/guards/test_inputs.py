@@ -431,7 +431,7 @@ def test_more_layers_in_files_than_the_usual_limit_on_open_files(tmp_path):
     The soft limit is raised to the hard one. Where that is too low, all ranks say so, with the
     rank, the layer, the limit and the cure. Breaks where 1,019 layers in files
     end with "Too many open files" under the limit that most systems begin with.
-    Proves `allow_more_files`, `Buffers.new_file`.
+    Proves `Buffers.make_file`, `Buffers.new_file`.
     """
     assert run(many_files, 2, 1000, tmp_path) == [(40, 1000)] * 2
     for layers, error in run(many_files, 2, 60, tmp_path):

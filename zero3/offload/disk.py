@@ -20,7 +20,6 @@ need one thread where this needs several.
 import errno
 import fcntl
 import os
-import resource
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,8 +31,6 @@ import torch
 # Right for disks with blocks of 512 and of 4096 bytes. With larger blocks, `File.move` goes through
 # the page cache.
 ALIGN_BYTES = 4096
-# Files that stay free, for a checkpoint for instance.
-SPARE_FILES = 32
 
 
 class File:
@@ -67,8 +64,7 @@ class File:
             if name:
                 (folder / name).unlink()
             raise
-        if direct:
-            self._past_the_cache(True)
+        self._past_the_cache(direct)
 
     def _past_the_cache(self, direct: bool) -> None:
         flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT
@@ -103,22 +99,6 @@ class File:
                 done = call(self.fd, [rest], offset)
             rest = rest[done:]
             offset += done
-
-
-def allow_more_files(fd: int) -> int:
-    """
-    ## Raise the limit on open files once about half of it is taken
-
-    * `fd` is the descriptor of the file that was opened last. The system hands out the lowest free
-      number, so it says how many files are open
-
-    Returns how many more files may be opened.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 2 * fd + SPARE_FILES >= soft and soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
-    return soft - fd
 
 
 def whole_blocks(nbytes: int) -> int:

@@ -26,6 +26,7 @@ space however the run ends. `ls` does not show them, `df` does.
 import concurrent.futures
 import errno
 import os
+import resource
 import threading
 import weakref
 from collections.abc import Iterable
@@ -37,16 +38,11 @@ import torch
 from zero3.flat import Storage
 from zero3.guards.moments import Guarded
 from zero3.in_flight import in_flight
-from zero3.offload.disk import (
-    ALIGN_BYTES,
-    SPARE_FILES,
-    File,
-    aligned,
-    allow_more_files,
-    whole_blocks,
-)
+from zero3.offload.disk import ALIGN_BYTES, File, aligned, whole_blocks
 from zero3.offload.memory import pinned
 
+# Files that stay free, for a checkpoint for instance.
+SPARE_FILES = 32
 # Blocks that threads are reading or writing.
 Blocks = list[concurrent.futures.Future]
 
@@ -110,9 +106,16 @@ class Buffers:
     def make_file(self, nbytes: int) -> File:
         """
         ### Make a file, or raise `OSError` on this rank alone
+
+        Once about half of the limit on open files is taken, it is raised.
         """
         made = File(self.folder, nbytes, self.direct)
-        if allow_more_files(made.fd) < SPARE_FILES:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # The system hands out the lowest free number, so it says how many files are open.
+        if 2 * made.fd + SPARE_FILES >= soft and soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        if soft - made.fd < SPARE_FILES:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         self.files.add(made)
         return made
