@@ -338,7 +338,7 @@ def test_the_formulas_cover_masters_moments_and_gradients_of_both_widths(name, w
     """
     To the byte, on each rank, in the second step: rest, peak, gradients, sent bytes, messages and
     announcements. Breaks with any buffer that lives longer, any copy of a gradient, any message.
-    Proves I2, I3, I4, `predict_optimizer`, `predict._kept`.
+    Proves I2, I3, I4, `predict_optimizer`.
     """
     for rank, found in enumerate(run(measured_bytes, world_size, name)):
         for what, (got, predicted) in zip(kinds_of(name, world_size), found, strict=True):

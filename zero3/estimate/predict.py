@@ -130,7 +130,10 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
     chain = [layer for layer in modules if getattr(layer, "flats", ())]
     offloads = {layer.offload if layer.offload.tier == "nvme" else layer.offload.tier
                 for layer in chain}
-    kept = _kept(optimizer)
+    # For each param group: how many moments, and the bytes of other states.
+    two = torch.zeros(2, device=optimizer.device)
+    tried = [moments_of(*optimizer.made_by, group, two) for group in optimizer.param_groups]
+    kept = {(len(names), other_bytes) for names, other_bytes in tried}
     good = chain == optimizer.layers and len(kept) == len(offloads) == 1
     optimizer.expect(
         good, "cannot predict", "a Zero3Sequential of plain layers, with one `Offload` and as many "
@@ -163,15 +166,6 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
     cuts = sum(len(states.pieces) - 1 for states in optimizer.shard_states if states.pieces)
     return replace(found, optimizer_bytes=found.optimizer_bytes + cuts * step_bytes,
                    peak_bytes=found.peak_bytes + cuts * step_bytes)
-
-
-def _kept(optimizer: Zero3Optimizer) -> set[tuple[int, int]]:
-    """
-    #### For each param group: how many moments, and the bytes of other states
-    """
-    two = torch.zeros(2, device=optimizer.device)
-    found = [moments_of(*optimizer.made_by, group, two) for group in optimizer.param_groups]
-    return {(len(names), other_bytes) for names, other_bytes in found}
 
 
 def memory_table(optimizer: Zero3Optimizer, micro_batches: int = 1) -> str:
