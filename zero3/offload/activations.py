@@ -73,9 +73,6 @@ from zero3.offload.disk import whole_blocks
 from zero3.offload.tiers import Offload
 from zero3.watch import in_backward, tensors_in
 
-# The hooks that are active on this thread: those of the innermost `with`.
-_active_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
 
 @dataclass(eq=False)
 class Activations:
@@ -144,8 +141,8 @@ class LayerActivations:
         if not (torch.is_grad_enabled() and self.activations.moves_from(layer.device)):
             return nullcontext()
         # Backward follows a recomputation at once. And under a checkpoint around the layer, whose
-        # hooks are active, autograd saves nothing.
-        active = _active_hooks(True)
+        # hooks are active, autograd saves nothing. Active are those of the innermost `with`.
+        active = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if in_backward() or (active is not None and active[1] is not bring_back):
             return nullcontext()
         return saved_tensors_hooks(Forward(self.activations, layer, inputs).pack, bring_back)

@@ -206,10 +206,10 @@ class Copy:
 
         Raises `RuntimeError` if a block did not arrive; all ranks stop then.
         """
-        moving = self.moving
-        self.moving = []
         if self.shelf is not None:
-            self.shelf.buffers.wait(moving, self.owner(), f"{event} its activations", self.nbytes)
+            self.shelf.buffers.wait(self.moving, self.owner(), f"{event} its activations",
+                                    self.nbytes)
+        self.moving = []
         if self.event is not None:
             self.comm.current_stream().wait_event(self.event)
             self.event = None
