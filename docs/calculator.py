@@ -26,8 +26,8 @@ working memory than the calculator says.
 
 from dataclasses import dataclass
 
-from docs.rungs import html_table
-from zero3.estimate.formulas import KINDS, WIDTHS, places, sent_elements, stage_parts
+from docs.rungs import html_table, stage_parts
+from zero3.estimate.formulas import KINDS, WIDTHS, places, sent_elements
 from zero3.estimate.saved import HEAD_WIDTH, activations, gpt2_bytes, gpt2_width
 
 SCHEMES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 with offload")

@@ -27,7 +27,7 @@ from html import escape
 from typing import Any
 
 from docs import svg
-from zero3.estimate.formulas import places, stage_parts
+from zero3.estimate.formulas import WIDTHS, places
 
 # The model of the second figure.
 LARGE_PARAMS = 8e9
@@ -109,6 +109,32 @@ def measured(answer: dict[str, Any]) -> list[Bar]:
         bars.append(Bar(row["rung"], colored(params, grads, rest - params - grads, stage),
                         row["device_peak_bytes"] - rest, row["cpu_bytes"], row["file_bytes"]))
     return bars
+
+
+def stage_parts(params: float,
+                ranks: int,
+                layers: int = 32,
+                basis: int | str = 16) -> list[dict[str, float]]:
+    r"""
+    ## `stages` in parts: the bytes of a rank by `KINDS`, for stages 0 to 3
+
+    Working buffers are not in Table 1: the full gradient of a layer in stage 2, and two whole
+    layers more in stage 3.
+
+    * `layers` are taken to have the same size
+    """
+    p, g, k = WIDTHS[basis]
+    layer = params / layers
+    working = (0, 0, p * layer, 3 * p * layer)
+    return [
+        {
+            "parameters": params * p / (ranks if stage > 2 else 1),
+            "gradients": params * g / (ranks if stage > 1 else 1),
+            "states": params * k / (ranks if stage > 0 else 1),
+            "working": working[stage],
+        }
+        for stage in range(4)
+    ]
 
 
 def calculated(names: list[str], params: float, ranks: int, layers: int) -> list[Bar]:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from docs.rungs import stage_parts
 from tests.cases import freeze
 from tests.commands import python_m
 from tests.ranks import run
@@ -28,7 +29,6 @@ from zero3.estimate.formulas import (
     describe,
     places,
     sent_elements,
-    stage_parts,
     stages,
 )
 from zero3.estimate.ledger import Ledger, held_bytes
@@ -432,7 +432,7 @@ def test_the_parts_of_a_stage_add_up_to_table_1_and_stage_3_is_the_first_place(b
     Without working buffers, the parts are the cells of the table; with them, stage 3 has the parts
     of `places` without offload. Breaks if a stage cuts another part, or if the two functions count
     other working buffers.
-    Proves `stage_parts`, `stages`, `places`, `formulas._parts`.
+    Proves `stages`, `places`.
     """
     parts = stage_parts(7.5e9, 64, 36, basis)
     states = [sum(nbytes for kind, nbytes in each.items() if kind != "working") for each in parts]

@@ -137,32 +137,6 @@ def stages(params: float,
     ]
 
 
-def stage_parts(params: float,
-                ranks: int,
-                layers: int = 32,
-                basis: int | str = 16) -> list[dict[str, float]]:
-    r"""
-    ## `stages` in parts: the bytes of a rank by `KINDS`, for stages 0 to 3
-
-    Working buffers are not in Table 1: the full gradient of a layer in stage 2, and two whole
-    layers more in stage 3.
-
-    * `layers` are taken to have the same size
-    """
-    p, g, k = WIDTHS[basis]
-    layer = params / layers
-    working = (0, 0, p * layer, 3 * p * layer)
-    return [
-        {
-            "parameters": params * p / (ranks if stage > 2 else 1),
-            "gradients": params * g / (ranks if stage > 1 else 1),
-            "states": params * k / (ranks if stage > 0 else 1),
-            "working": working[stage],
-        }
-        for stage in range(4)
-    ]
-
-
 def sent_elements(params: float, ranks: int, stage: int) -> float:
     r"""
     ## Elements that a rank sends to other ranks in a step
