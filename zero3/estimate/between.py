@@ -189,8 +189,8 @@ def choices(params: float,
         peak_bytes = predict([LayerSpec((part,))] * layers, layout.shards, stage3=True,
                              by_messages=by_messages).peak_bytes
         if layout.secondary:
-            shard_numel = part.shard_numel(layout.shards)
-            peak_bytes += layers * nodes * row_bytes(layout.weights, shard_numel, ELEMENT_BYTES)
+            peak_bytes += layers * nodes * row_bytes(
+                layout.weights, part.shard_numel(layout.shards), ELEMENT_BYTES)
         found.append(Choice(
             name, rounds=layout.weights is not None or layout.gradients is not None,
             between_bytes=between_bytes(layout, nodes, part.numel, layers, by_messages),

@@ -433,8 +433,8 @@ class Step:
         row_bytes = sum(s.grad_bytes for s in shards)
         widths = Counter(s.grad_width for s in shards)
         self.sent.append((row_bytes, len(widths) if self.packs else len(shards)))
-        packed = [s.grad_bytes for s in shards if self.packs and widths[s.grad_width] > 1]
-        packed_bytes = self.world_size * sum(packed)
+        packed_bytes = self.world_size * sum(
+            s.grad_bytes for s in shards if self.packs and widths[s.grad_width] > 1)
         # NCCL adds the gradients by itself.
         receive_bytes = self.world_size * row_bytes if self.receives else 0
         self.memory.append(packed_bytes + receive_bytes)
