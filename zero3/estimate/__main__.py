@@ -4,7 +4,6 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import astuple
 
 from zero3.estimate.between import Choice, best, choices
 from zero3.estimate.formulas import (
@@ -183,7 +182,7 @@ def show_activations(args: argparse.Namespace) -> None:
           f"{args.sequence:,}, without recomputation. GB (1e9 bytes):\n")
     rows = [("", ["out", "in", "in memory"], "")]
     for name, keep in (("stay", len(saved)), ("to cpu or nvme", 1)):
-        cells = [gigabytes(nbytes) for nbytes in astuple(activations(saved, keep))]
+        cells = [gigabytes(nbytes) for nbytes in activations(saved, keep)]
         rows.append((name, cells, ""))
     print_table(rows)
 

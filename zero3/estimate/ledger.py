@@ -165,8 +165,11 @@ class Ledger(Listener):
         # The optimizer inside a `Zero3Optimizer` steps, too.
         self._steps += change
 
-    def record(self, sender: Any, event: str, nbytes: int | None = 0,
-               transfer: Counted | None = None, tier: str = "device") -> None:
+    def record(self, sender: Any,
+               event: str,
+               nbytes: int | None = 0,
+               transfer: Counted | None = None,
+               tier: str = "device") -> None:
         """
         ### Add an event, and look at what is alive
 
@@ -184,10 +187,18 @@ class Ledger(Listener):
             self.messages += transfer.messages
             self.order_bytes += transfer.order_bytes
         now_s = time.perf_counter() - self._start_s
-        self.events.append(Event(now_s, sender.comm.global_rank, sender.label, self._phase(),
-                                 event, tier, nbytes, live_bytes,
-                                 transfer.sent_bytes if transfer else 0,
-                                 transfer.between_bytes if transfer else 0))
+        self.events.append(Event(
+            now_s,
+            sender.comm.global_rank,
+            sender.label,
+            self._phase(),
+            event,
+            tier,
+            nbytes,
+            live_bytes,
+            transfer.sent_bytes if transfer else 0,
+            transfer.between_bytes if transfer else 0,
+        ))
 
     def _phase(self) -> str:
         if in_backward():

@@ -113,7 +113,9 @@ class Prediction:
         return {"rest_bytes": self.rest_bytes, **asdict(self)}
 
 
-def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync: bool = False,
+def predict_optimizer(optimizer: Zero3Optimizer,
+                      micro_batches: int = 1,
+                      no_sync: bool = False,
                       saved: Moved | None = None) -> Prediction:
     """
     ## Predict the bytes of this rank, for a model and its `Zero3Optimizer`
@@ -156,12 +158,20 @@ def predict_optimizer(optimizer: Zero3Optimizer, micro_batches: int = 1, no_sync
                      "predict before that, or measure with `Ledger`")
     ((moments, step_bytes),) = kept
     found = predict(
-        describe(modules), comm.world_size, moments=moments, step_bytes=step_bytes,
-        by_messages=comm.by_messages, stage3=True, micro_batches=micro_batches, no_sync=no_sync,
-        bucket_bytes=optimizer.buckets[0].bucket_bytes,
+        describe(modules),
+        comm.world_size,
+        moments=moments,
+        step_bytes=step_bytes,
+        by_messages=comm.by_messages,
+        stage3=True,
         reduce_bytes=optimizer.reduce_dtype.itemsize if optimizer.reduce_dtype else None,
-        params_in=elsewhere[0] if elsewhere else None, states_in=optimizer.offload,
-        saved=saved)
+        micro_batches=micro_batches,
+        no_sync=no_sync,
+        bucket_bytes=optimizer.buckets[0].bucket_bytes,
+        params_in=elsewhere[0] if elsewhere else None,
+        states_in=optimizer.offload,
+        saved=saved,
+    )
     # Each piece of a shard has a count of steps.
     cuts = sum(len(states.pieces) - 1 for states in optimizer.shard_states if states.pieces)
     return replace(found, optimizer_bytes=found.optimizer_bytes + cuts * step_bytes,

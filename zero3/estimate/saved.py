@@ -32,7 +32,7 @@ With `keep` above 1 a storage that a later call saves again may be counted twice
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -44,8 +44,7 @@ from zero3.estimate.formulas import ELEMENT_BYTES
 HEAD_WIDTH = 64
 
 
-@dataclass(frozen=True)
-class Moved:
+class Moved(NamedTuple):
     """
     ## What a step moves between the device and another tier, and the most that it holds
     """
@@ -70,8 +69,9 @@ def activations(saved_bytes: Sequence[int], keep: int = 1) -> Moved:
     return Moved(sum(calls[:-keep]), sum(calls[: -keep - 1]), max(together, default=0))
 
 
-def saved_bytes(layers: Iterable[nn.Module], inputs: torch.Tensor, below_bytes: int = 0
-                ) -> list[int]:
+def saved_bytes(layers: Iterable[nn.Module],
+                inputs: torch.Tensor,
+                below_bytes: int = 0) -> list[int]:
     """
     ## The bytes that autograd saves in each layer of a chain, from shapes alone
 
@@ -105,7 +105,11 @@ def saved_bytes(layers: Iterable[nn.Module], inputs: torch.Tensor, below_bytes: 
     return [sum(storage.nbytes() for storage in saved.values()) for saved in found]
 
 
-def gpt2_bytes(layers: int, width: int, heads: int, tokens: int, length: int,
+def gpt2_bytes(layers: int,
+               width: int,
+               heads: int,
+               tokens: int,
+               length: int,
                element_bytes: int = ELEMENT_BYTES) -> list[int]:
     r"""
     ## The bytes that autograd saves in each block of GPT-2, and in its head

@@ -183,8 +183,16 @@ class Forward:
         visit.add(stored)
         writes = tensor.detach()
         writes.data = tensor.new_empty(0)
-        return Handle(visit.label, writes, tensor._version, tensor.size(), tensor.stride(),
-                      int(tensor.storage_offset()), stored, visit)
+        return Handle(
+            visit.label,
+            writes,
+            tensor._version,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            stored,
+            visit,
+        )
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         """
