@@ -160,7 +160,6 @@ FURTHER = (
         ("zero3/offload/in_file.py", "tensors in a file, read ahead"),
         ("zero3/offload/disk.py", "reads and writes past the page cache"),
         ("zero3/offload/activations.py", "activations that rest elsewhere"),
-        ("zero3/offload/copies.py", "copies of activations, in pinned memory and in files"),
         ("zero3/offload/tensors.py", "safetensors files, written tensor by tensor"),
         ("zero3/offload/memory.py", "pinned CPU memory"),
         ("notebooks/05_offload.ipynb", "How much do CPU memory and files save, and cost?")),

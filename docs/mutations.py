@@ -267,7 +267,7 @@ MUTATIONS = [
             "assumes that its shard is still there, it skips the read and computes with the other "
             "layer's weights. The output also differs from plain PyTorch."),
     Mutation(
-        "no-write-wait", "offload/copies.py", "Copy.rest",
+        "no-write-wait", "offload/activations.py", "Copy.rest",
         title="Activations are freed before their copy is complete",
         old="            self._end(\"write\")\n",
         new="",

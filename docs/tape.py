@@ -52,8 +52,7 @@ from zero3.estimate.formulas import describe
 from zero3.estimate.ledger import Ledger, held_bytes
 from zero3.estimate.predict import data_parallel, predict, predict_optimizer
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.offload.activations import Activations, Visit, order
-from zero3.offload.copies import Copy
+from zero3.offload.activations import Activations, Copy, Visit, order
 from zero3.offload.disk import whole_blocks
 from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer

@@ -27,7 +27,6 @@ of the book (`docs/`).
 | more | `offload/in_file.py` | tensors in a file, read ahead |
 | more | `offload/disk.py` | reads and writes past the page cache |
 | more | `offload/activations.py` | activations that rest elsewhere |
-| more | `offload/copies.py` | copies of activations, in pinned memory and in files |
 | more | `offload/tensors.py` | safetensors files, written tensor by tensor |
 | more | `offload/memory.py` | pinned CPU memory |
 | more | `whole_model/units.py` | layers of a whole model, in a recorded order |

@@ -45,8 +45,7 @@ from zero3.estimate.ledger import Ledger
 from zero3.estimate.saved import Moved, activations, gpt2_bytes
 from zero3.in_flight import in_flight
 from zero3.inject import inject, policies
-from zero3.offload.activations import Activations, Forward, bring_back, order
-from zero3.offload.copies import Copy
+from zero3.offload.activations import Activations, Copy, Forward, bring_back, order
 from zero3.offload.disk import File
 from zero3.offload.in_file import Buffers
 from zero3.pipeline import Pipeline
@@ -1306,7 +1305,7 @@ def test_on_an_accelerator_copies_are_ordered_and_nothing_waits_on_the_host(keep
     """
     To pinned memory and back, beside the compute stream. Nothing reads an activation before it is
     back, and nobody gets the memory of one before it has been copied. Breaks without any of the
-    waits in the table of `copies.py`.
+    waits in the table of `Copy`.
     Proves `Copy`, `Copy.leave`, `Copy.rest`, `Copy.come`,
     `Copy.here`, I9.
     """
@@ -1328,7 +1327,7 @@ def test_on_an_accelerator_copies_are_ordered_and_nothing_waits_on_the_host(keep
 @pytest.mark.parametrize("keep_graph", [False, True])
 def test_from_an_accelerator_to_files(keep_graph, tmp_path):
     """
-    Through pinned memory, both ways, in the order that the table of `copies.py` says.
+    Through pinned memory, both ways, in the order that the table of `Copy` says.
     Proves `Buffers.start`, `Buffers.move`, `Copy.here`.
     """
     plain, _, _ = on_a_device(None, keep_graph)

@@ -63,7 +63,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero3.layer import Zero3Layer
-from zero3.offload.copies import Copy
+from zero3.offload.activations import Copy
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.optimizer.states import ShardStates
 

@@ -55,7 +55,7 @@ class File:
                        else tempfile.TemporaryFile(dir=folder, buffering=0))
         self.fd = self.handle.fileno()
         self.nbytes = nbytes
-        # Blocks of it that threads may still move, after nobody needs the file (see `copies.py`).
+        # Blocks of it that threads may still move, after nobody needs the file (see `Shelf`).
         self.moving: list[Future] = []
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
