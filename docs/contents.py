@@ -161,7 +161,6 @@ FURTHER = (
         ("zero3/offload/disk.py", "reads and writes past the page cache"),
         ("zero3/offload/activations.py", "activations that rest elsewhere"),
         ("zero3/offload/tensors.py", "safetensors files, written tensor by tensor"),
-        ("zero3/offload/memory.py", "pinned CPU memory"),
         ("notebooks/05_offload.ipynb", "How much do CPU memory and files save, and cost?")),
     chapter(
         "Whole models",

@@ -28,7 +28,6 @@ of the book (`docs/`).
 | more | `offload/disk.py` | reads and writes past the page cache |
 | more | `offload/activations.py` | activations that rest elsewhere |
 | more | `offload/tensors.py` | safetensors files, written tensor by tensor |
-| more | `offload/memory.py` | pinned CPU memory |
 | more | `whole_model/units.py` | layers of a whole model, in a recorded order |
 | more | `whole_model/wrap.py` | `wrap`: shard a whole model without changing it |
 | more | `whole_model/materialise.py` | models larger than memory |

@@ -509,7 +509,7 @@ class Copy:
         self.nbytes = memory.nbytes
         self.moving: Blocks = []
         # The calls of layers that need an activation, in the order of forward.
-        self.visits: list[object] = []
+        self.visits: list[Visit] = []
 
     @property
     def can_leave(self) -> bool:

@@ -29,7 +29,7 @@ import os
 import resource
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +39,6 @@ from zero3.flat import Storage
 from zero3.guards.moments import Guarded
 from zero3.in_flight import in_flight
 from zero3.offload.disk import ALIGN_BYTES, File, aligned, whole_blocks
-from zero3.offload.memory import pinned
 
 # Files that stay free, for a checkpoint for instance.
 SPARE_FILES = 32
@@ -56,10 +55,12 @@ class Buffers:
                  direct: bool,
                  queue_depth: int,
                  block_bytes: int,
+                 take_memory: Callable[[int], torch.Tensor],
                  owner: Guarded):
         """
         ### Start the threads that read and write
 
+        * `take_memory` allocates so many bytes for a buffer
         * `owner` is a layer, whose device copies from the buffers
         """
         self.folder = Path(str(folder))
@@ -67,7 +68,7 @@ class Buffers:
         self.block_bytes = block_bytes
         self.number = 0
         self.buffer_bytes = 0
-        self.take_memory = partial(pinned, owner.device)
+        self.take_memory = take_memory
         backend = torch.get_device_module(owner.device)
         self.event = backend.Event
         self.memory: list[torch.Tensor] = []  # all buffers

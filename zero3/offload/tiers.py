@@ -48,9 +48,12 @@ the same. In another number of shards the blocks begin elsewhere, so loading a c
 rounds once more.
 """
 
+import mmap
 import os
+import sys
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +68,6 @@ from zero3.guards.room import check_room, check_step
 from zero3.in_flight import in_flight
 from zero3.offload.disk import ALIGN_BYTES
 from zero3.offload.in_file import Buffers, InFile
-from zero3.offload.memory import copy_to
 
 TIERS = ("device", "cpu", "nvme")
 _SETS_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
@@ -204,8 +206,14 @@ class Offload(StorageFactory):
         gradients. "activations" have files and threads, and no buffers.
         """
         if purpose not in self.in_use:
-            self.in_use[purpose] = Buffers(self.folder, self.direct, self.queue_depth,
-                                           self.block_bytes, owner)
+            self.in_use[purpose] = Buffers(
+                self.folder,
+                self.direct,
+                self.queue_depth,
+                self.block_bytes,
+                partial(pinned, owner.device),
+                owner,
+            )
         buffers = self.in_use[purpose]
         buffers.number = max(buffers.number, number)
         return buffers
@@ -376,3 +384,61 @@ class FrozenShard(FreedParameter):
                 "they rest encoded", "`requires_grad` set to True", "unfreeze them before the "
                 "layer is wrapped, or wrap it without `frozen=` in its `Offload`")
         return super().__torch_function__(func, types, args, kwargs)
+
+
+# ---------------------------------------------------------------------------------- pinned memory
+
+
+def copy_to(at: torch.device,
+            values: torch.Tensor,
+            dtype: torch.dtype,
+            device: torch.device) -> torch.Tensor:
+    """
+    ## A copy, `(n,)`, on another device or of another data type
+
+    In CPU memory it is pinned if `device` is an accelerator.
+    """
+    if at.type == "cpu":
+        return pinned(device, len(values) * dtype.itemsize).view(dtype).copy_(values)
+    return torch.empty(len(values), dtype=dtype, device=at).copy_(values)
+
+
+class _Pages(mmap.mmap):
+    """
+    ## Memory pages that an accelerator may read and write by itself
+    """
+
+    registered: Any = None  # the device's module, the device, and the address
+
+    def __del__(self) -> None:
+        if self.registered is not None and not sys.is_finalizing():
+            backend, device, address = self.registered
+            # It may be collected in a thread that has chosen no device.
+            with backend.device(device):
+                # A copy may still be in flight.
+                backend.synchronize()
+                backend.cudart().cudaHostUnregister(address)
+
+
+def pinned(device: torch.device, nbytes: int) -> torch.Tensor:
+    """
+    ## Pinned CPU memory for a device: `(nbytes,)` uint8
+
+    An accelerator copies from ordinary CPU memory only while the host waits, because the system may
+    move it. *Pinned* memory stays where it is, so a copy overlaps computation. Pinning is slow, so
+    it is for memory that stays.
+
+    Exactly as much as is asked for: torch rounds its own pinned memory up to a power of two, so a
+    shard of 1.1 GiB would take 2 GiB. Here the system gives pages, and `cudaHostRegister` tells the
+    device about them. A device without this call gets torch's pinned memory, and the CPU itself
+    gets memory that is not pinned.
+    """
+    backend: Any = torch.get_device_module(device)
+    if nbytes and hasattr(backend, "cudart"):
+        pages = _Pages(-1, nbytes)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        address = memory.data_ptr()
+        if int(backend.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
+            pages.registered = backend, device, address
+            return memory
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")

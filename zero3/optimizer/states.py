@@ -83,8 +83,7 @@ from zero3.gradients import BLOCK_NUMEL, block_norms, norm_of
 from zero3.guards.shard_gradients import GradientElsewhere, elsewhere, plain_part
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
-from zero3.offload.memory import copy_to
-from zero3.offload.tiers import Offload
+from zero3.offload.tiers import Offload, copy_to
 
 # An optimizer's states: for each parameter, its moments and counters by name.
 State = MutableMapping[torch.Tensor, dict[str, Any]]
