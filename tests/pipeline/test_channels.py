@@ -134,7 +134,7 @@ def test_a_batch_that_does_not_fit_is_refused_on_all_ranks_and_training_goes_on(
     """
     The ranks compare before anything is sent, so nothing is lost. In the second batch as in the
     first one: shapes, data types, values, their order in a row, and numbers.
-    Proves I10, `Pipeline.cut`, `Channels.compare`, `_checksum`, `pipeline._told`.
+    Proves I10, `Pipeline.cut`, `Channels.compare`, `_checksum`.
     """
     for first, second, third in run(train_until, 4, how, 2):
         assert second.startswith("ValueError") and wrong in second

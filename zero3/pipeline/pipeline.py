@@ -403,8 +403,10 @@ class Pipeline(ShardedModel):
         if odd:
             problem = f"{sorted(odd)} in it"
         mode = "training" if self.training else "evaluation"
-        told = (f"{[*map(_told, leaves)]} to {does} in {mode} mode, and values with the checksum "
-                f"{_checksum(leaves)}")
+        # Tensors in words, and other values as they are.
+        kinds = [f"{leaf.dtype} of {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor)
+                 else repr(leaf) for leaf in leaves]
+        told = f"{kinds} to {does} in {mode} mode, and values with the checksum {_checksum(leaves)}"
         self.channels.compare(
             problem, told, "the same tensors in all stages, in tuples, lists and dicts, with rows "
             f"for {self.micro_batches} micro-batches", "give all ranks of a pipeline the same "
@@ -689,15 +691,6 @@ class _Arrival(torch.autograd.Function):
 
 def _has_rows(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
-
-
-def _told(leaf: object) -> str:
-    """
-    #### A leaf of a batch in words
-    """
-    if isinstance(leaf, torch.Tensor):
-        return f"{leaf.dtype} of {tuple(leaf.shape)}"
-    return repr(leaf)
 
 
 def _checksum(leaves: list[object]) -> int:
