@@ -177,7 +177,7 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     `Pipeline.train_batch`, `Pipeline.eval_batch`,
     `Pipeline.full_params`, `Pipeline.named_layers`, `Pipeline.cut`, `Pipeline._run`,
     `Pipeline._build`, `Pipeline._build_tied`, `Pipeline._connect`, `Communicator.join`,
-    `Pipeline._mean_over_ranks`, `_Batch`, `_Batch.forward`, `_Batch.backward`,
+    `_Batch`, `_Batch.forward`, `_Batch.backward`,
     `_Batch._loss_of`, `_detached`, `_Batch.send`, `_Batch.receive`, `_Batch._send`,
     `_Batch._receive`, `_Batch._partner`, `Action.is_gradient`, `_Batch.unshard`, `_Batch.reshard`,
     `_Batch.reduce`, `_Batch.send_tied`, `_Batch.receive_tied`, `_Batch.send_tied_gradient`,

@@ -358,8 +358,11 @@ class Pipeline(ShardedModel):
                     layer.reduce()
                 for bucket in optimizer.buckets:
                     bucket.end()
-            # This reports a fault of another rank. `end` would wait without noticing it.
-            loss = self._mean_over_ranks(batch.loss)
+            # The mean of the last stage's losses, on all ranks. This reports a fault of another
+            # rank; `end` would wait without noticing it.
+            stages = self.stage_comm.over_stages(self, batch.loss.view(1))  # (ranks, 1) fp64
+            last = stages[(self.count - 1) % self.ranks]
+            loss = float(self.stage_comm.numbers(self, last).mean())
             self.channels.end()
             return loss
 
@@ -416,14 +419,6 @@ class Pipeline(ShardedModel):
         parts = [leaf.chunk(self.micro_batches) if _has_rows(leaf) else [leaf] * self.micro_batches
                  for leaf in leaves]
         return [pytree.tree_unflatten([*each], spec) for each in zip(*parts, strict=True)]
-
-    def _mean_over_ranks(self, loss: torch.Tensor) -> float:
-        """
-        #### The mean of the last stage's losses, on all ranks
-        """
-        stages = self.stage_comm.over_stages(self, loss.view(1))  # (ranks of the pipeline, 1) fp64
-        last = stages[(self.count - 1) % self.ranks]
-        return float(self.stage_comm.numbers(self, last).mean())
 
     @property
     def micro_batches(self) -> int:
