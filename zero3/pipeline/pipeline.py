@@ -157,7 +157,7 @@ class Pipeline(ShardedModel):
         self._build(plan, make, Offload.of(offload))
         self._connect()
         self._free_others(plan)
-        self.channels = Channels(self.across.group, self.comm.ranks, self.device)
+        self.channels = Channels(self.across.group, self.comm.ranks, self.comm.device)
 
     def _build(self, plan: Plan,
                make: Callable[..., Zero3Layer],
@@ -207,14 +207,12 @@ class Pipeline(ShardedModel):
         """
         #### Let all layers of this rank share a communicator and a reducer
         """
-        first = self._first
-        self.device = first.device
-        for layer in (*self.sharded_layers, *self.tied):
-            layer.comm = first.comm
-            layer.reducer = first.reducer
         # That of the ranks that have the same stages, and that of all ranks.
-        self.stage_comm = first.comm
-        self.comm = first.comm.join(self.across.group)
+        self.stage_comm = self._first.comm
+        self.comm = self.stage_comm.join(self.across.group)
+        for layer in (*self.sharded_layers, *self.tied):
+            layer.comm = self.stage_comm
+            layer.reducer = self._first.reducer
 
     def _free_others(self, plan: Plan) -> None:
         """
@@ -253,7 +251,7 @@ class Pipeline(ShardedModel):
             found: dict[str, nn.Parameter] = {}
             for first, (owner, shape, dtype) in self.shapes.items():
                 param: Any = own[first] if first in own else torch.empty(
-                    shape, dtype=dtype, device=self.device)
+                    shape, dtype=dtype, device=self.comm.device)
                 # This is no write of the caller's.
                 with torch.autograd._unsafe_preserve_version_counter(param):
                     self.across.broadcast([param], owner)
@@ -475,7 +473,7 @@ class _Batch:
         self.values: dict[tuple[int, int], Tree] = {}
         # For backward: the tensors that came in, and where in the graph gradients arrive.
         self.kept: dict[tuple[int, int], tuple[list[torch.Tensor], list[Tree]]] = {}
-        self.loss = torch.zeros((), dtype=torch.double, device=pipeline.device)
+        self.loss = torch.zeros((), dtype=torch.double, device=pipeline.comm.device)
         self.outputs = outputs
 
     # ------------------------------------------------------------------------------------- compute
