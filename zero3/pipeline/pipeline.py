@@ -152,8 +152,10 @@ class Pipeline(ShardedModel):
 
         self.across.broadcast(tensor for layer in layers
                               for tensor in (*layer.parameters(), *layer.buffers()))
-        shared_by = mesh[mesh.mesh_dim_names[1:]]  # type: ignore[index]
-        make = partial(Zero3Layer, mesh=shared_by, activations=activations)
+        make = partial(
+            Zero3Layer,
+            mesh=mesh[mesh.mesh_dim_names[1:]],  # type: ignore[index]
+            activations=activations)
         self._build(plan, make, Offload.of(offload))
         self._connect()
         self._free_others(plan)
@@ -285,8 +287,7 @@ class Pipeline(ShardedModel):
         for layer in self.borrowed:
             yield from layer.held_tensors()
             for flat in layer.flats:
-                yield flat.shard
-                yield flat.shard.grad
+                yield from (flat.shard, flat.shard.grad)
 
     def forward(self, *args: Tree, **kwargs: Tree) -> None:
         """
@@ -311,8 +312,8 @@ class Pipeline(ShardedModel):
         error in one stage is raised on all ranks.
         """
         # A newer optimizer has taken over the layers' reducers.
-        is_ours = self._first.reducer in getattr(optimizer, "buckets", ())
-        expect(is_ours, "train_batch", "the newest `Zero3Optimizer` of this pipeline",
+        expect(self._first.reducer in getattr(optimizer, "buckets", ()), "train_batch",
+               "the newest `Zero3Optimizer` of this pipeline",
                f"another {type(optimizer).__name__}",
                "build it on the pipeline: `Zero3Optimizer(pipeline, ...)`")
         return self._run(_Batch(self, self.train_list, x, y, optimizer))
@@ -378,8 +379,7 @@ class Pipeline(ShardedModel):
 
         The ranks' copies would differ.
         """
-        after = self._sums_of_shared()
-        written = sorted(name for name in before if before[name] != after[name])
+        written = sorted(name for name, _ in before.items() - self._sums_of_shared().items())
         expect(not written, f"rank {self.comm.global_rank}: buffers that layers on several ranks "
                "share", "the same values on all of them", f"{written}, which this rank has written",
                "give each layer a module of its own, `copy.deepcopy`; or keep these layers on one "
