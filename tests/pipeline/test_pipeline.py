@@ -176,7 +176,7 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     Proves I1, I7, `Pipeline`, `Pipeline.__init__`, `Channels.__init__`, `Stage.__init__`,
     `Pipeline.train_batch`, `Pipeline.eval_batch`,
     `Pipeline.full_params`, `Pipeline.named_layers`, `Pipeline.cut`, `Pipeline._run`,
-    `Pipeline._build`, `Pipeline._build_tied`, `Pipeline._connect`, `Communicator.join`,
+    `Pipeline._build`, `Pipeline._connect`, `Communicator.join`,
     `_Batch`, `_Batch.forward`, `_Batch.backward`,
     `_Batch._loss_of`, `_detached`, `_Batch.send`, `_Batch.receive`, `_Batch._send`,
     `_Batch._receive`, `_Batch._partner`, `Action.is_gradient`, `_Batch.unshard`, `_Batch.reshard`,
@@ -313,10 +313,10 @@ def test_a_plan_knows_tied_weights_and_who_keeps_them():
     layers = gpt(0, torch.double)
     plan = Plan(layers, 2, [2, 3])
     assert plan.ends == (0, 1) and [*plan.tied.values()] == [["0.tokens.weight", "4.linear.weight"]]
-    # By its first name alone.
-    assert plan.shapes["0.tokens.weight"] == (0, (TOKENS, WIDTH), torch.double)
-    assert "4.linear.weight" not in plan.shapes and plan.shared_buffers == set()
-    assert plan.shapes["4.norm.weight"][0] == 1 and plan.owners == [0, 0, 1, 1, 1]
+    # Once, with both of its names.
+    tied = ("0.tokens.weight", "4.linear.weight")
+    assert plan.shapes[tied] == (0, (TOKENS, WIDTH), torch.double) and plan.shared_buffers == set()
+    assert plan.shapes[("4.norm.weight",)][0] == 1 and plan.owners == [0, 0, 1, 1, 1]
     names = [name for name, _ in holder(plan.tied).named_parameters(remove_duplicate=False)]
     assert names == ["0.tokens.weight", "4.linear.weight"]
     assert Plan(layers, 1, [5]).ends == (0, 0) and not Plan(chain(0, torch.double), 1, [5]).tied

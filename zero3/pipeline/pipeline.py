@@ -139,7 +139,6 @@ class Pipeline(ShardedModel):
         self.count = len(plan.counts)
         self.ends = plan.ends
         self.shapes = plan.shapes
-        self.names = {names[0]: names for names in plan.names.values()}
         self.loss_fn = loss_fn
         self._micro_batches = micro_batches
         self.shared_buffers = [name for name in plan.shared_buffers
@@ -166,6 +165,8 @@ class Pipeline(ShardedModel):
                offload: Offload | None) -> None:
         """
         #### Shard the layers of this rank's stages, and its tied weights
+
+        The first stage that uses tied weights keeps them, and the last one borrows them.
         """
         own = {i: layer for i, layer in enumerate(plan.layers)
                if plan.owners[i] == self.place}
@@ -174,36 +175,25 @@ class Pipeline(ShardedModel):
         self.module_list = nn.ModuleDict(
             {str(i): layer for i, layer in built.items()})
         self.sharded_layers = tuple(built.values())
-        # The layer of tied weights. `borrowed` is set if another rank keeps them.
+        # The layer of tied weights, on the two ranks that use them.
         self.tied: tuple[Zero3Layer, ...] = ()
-        self.borrowed: tuple[Zero3Layer, ...] = ()
-        if plan.tied and self.place in plan.partners:
-            self._build_tied(plan, make, offload)
+        keeps, borrows = (self.place == s % self.ranks for s in self.ends)
+        if plan.tied and (keeps or borrows):
+            tied = make(holder(plan.tied), offload=offload if keeps else None)
+            tied.layer_idx = len(plan.layers)
+            tied.label = "the tied weights"
+            self.tied = (tied,)
+            if keeps:
+                # For its parameters' names in the plain model.
+                self.module = tied
+                self.sharded_layers += self.tied
+        # A layer like that of the first stage, which no optimizer and no checkpoint knows.
+        self.borrowed = () if keeps else self.tied
         # A dict is not registered: its layers are in `module_list` already.
-        self.stages: dict[int, Stage] = {}
-        for s in range(self.place, self.count, self.ranks):
-            layers = {i: layer for i, layer in built.items()
-                      if plan.places[i] == s}
-            self.stages[s] = Stage(layers, self.tied if s in self.ends else ())
-
-    def _build_tied(self, plan: Plan,
-                    make: Callable[..., Zero3Layer],
-                    offload: Offload | None) -> None:
-        """
-        #### Shard the tied weights, kept or borrowed
-        """
-        keeps = self.place == plan.partners[0]
-        tied = make(holder(plan.tied), offload=offload if keeps else None)
-        tied.layer_idx = len(plan.layers)
-        tied.label = "the tied weights"
-        self.tied = (tied,)
-        if keeps:
-            # For its parameters' names in the plain model.
-            self.module = tied
-            self.sharded_layers += self.tied
-        else:
-            # A layer like that of the first stage, which no optimizer and no checkpoint knows.
-            self.borrowed = self.tied
+        self.stages = {
+            s: Stage({i: layer for i, layer in built.items() if plan.places[i] == s},
+                     self.tied if s in self.ends else ())
+            for s in range(self.place, self.count, self.ranks)}
 
     def _connect(self) -> None:
         """
@@ -251,13 +241,15 @@ class Pipeline(ShardedModel):
                 layer.listener = self.listener
                 own |= stack.enter_context(layer.full_params(writeback))
             found: dict[str, nn.Parameter] = {}
-            for first, (owner, shape, dtype) in self.shapes.items():
-                param: Any = own[first] if first in own else torch.empty(
-                    shape, dtype=dtype, device=self.comm.device)
+            for names, (owner, shape, dtype) in self.shapes.items():
+                param: Any = own[names[0]] if names[0] in own else torch.empty(
+                    shape,
+                    dtype=dtype,
+                    device=self.comm.device)
                 # This is no write of the caller's.
                 with torch.autograd._unsafe_preserve_version_counter(param):
                     self.across.broadcast([param], owner)
-                found |= dict.fromkeys(self.names[first], param)
+                found |= dict.fromkeys(names, param)
             try:
                 yield found
             except BaseException as error:
@@ -273,12 +265,12 @@ class Pipeline(ShardedModel):
         #### Give all stages the values that the first rank has written
         """
         wrong = [f"`{name}` of {tuple(found[name].shape)}, {found[name].dtype}"
-                 for name, (_, *expected) in self.shapes.items()
+                 for (name, *_), (_, *expected) in self.shapes.items()
                  if [found[name].shape, found[name].dtype] != expected]
         self.comm.agree(self, "is not written back", "a block that ends without an error, and "
                         "parameters of the same shape and type", ", ".join(wrong), "look for the "
                         "error on that rank; nothing has changed")
-        self.across.broadcast(found[name] for name in self.shapes)
+        self.across.broadcast(found[names[0]] for names in self.shapes)
 
     def held_tensors(self) -> Iterator[torch.Tensor | None]:
         """

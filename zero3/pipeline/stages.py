@@ -148,12 +148,9 @@ class Plan:
         # The first and the last stage that use tied weights.
         pair = min(pairs, default=(0,))
         self.ends = (pair[0], pair[-1])
-        # The places of the ranks that have these stages.
-        self.partners = (pair[0] % ranks,
-                         pair[-1] % ranks)
         self._check_weights()
-        # What each parameter is: the rank in the pipeline that keeps it, its shape and data type.
-        self.shapes = {names[0]: (self.owners[layer_of(names[0])], p.shape, p.dtype)
+        # Of each parameter, by its names: the place of the rank that keeps it, shape and data type.
+        self.shapes = {tuple(names): (self.owners[layer_of(names[0])], p.shape, p.dtype)
                        for p, names in self.names.items()}
         # The names of buffers that layers on several ranks share.
         self.shared_buffers = {
