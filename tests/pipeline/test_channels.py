@@ -319,7 +319,7 @@ def other_micro_batches():
     told = text_of(lambda: channels.receive(Action("receive gradient", 0, 0), 1))
     # What is left of the message, so that rank 1 goes on.
     rest = torch.empty(len(pickle.dumps([])), dtype=torch.uint8)
-    channels._wait(channels._ask(rest, 1, channels.control, True), rest)
+    channels._wait(*channels._ask(rest, 1, channels.control, True))
     return told
 
 

@@ -90,19 +90,17 @@ class Channels:
         # The group of each way: whether of gradients, and whether to a later rank. All ranks make
         # as many in the same order: torch numbers them, and ranks with other numbers would wait for
         # each other.
-        ways = [(gradients, goes_on)
-                for gradients in (False, True)
-                for goes_on in (False, True)]
-        if device.type == "cpu":
-            # gloo tells activations and gradients apart by their tags.
-            self.data = dict.fromkeys(ways, self._group(line.ranks, None))
-        else:
-            self.data = {way: self._group(line.ranks, None) for way in ways}
-        # The last descriptions, sent and received, by kind and stage of the receiving action.
-        self._descriptions: dict[tuple[str, int], bytes] = {}
+        # gloo tells activations and gradients apart by their tags, so there one group has all ways.
+        for_all = self._group(line.ranks, None) if device.type == "cpu" else None
+        self.data = {(gradients, goes_on): for_all or self._group(line.ranks, None)
+                     for gradients in (False, True)
+                     for goes_on in (False, True)}
+        # The last descriptions, by kind and stage of the receiving action: bytes of those that were
+        # sent, and values of those that were received.
+        self._descriptions: dict[tuple[str, int], Tree] = {}
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
         # The next announcement, by its source and whether it is of gradients, once one has come.
-        self._coming: dict[tuple[int, bool], tuple[torch.Tensor, dist.Work]] = {}
+        self._coming: dict[tuple[int, bool], tuple[dist.Work, torch.Tensor]] = {}
 
     def _group(self, ranks: tuple[int, ...], backend: str | None) -> Group:
         """
@@ -163,8 +161,8 @@ class Channels:
                            device="cpu")
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
-        data = self.data[action.is_gradient, self.line.rank < to]
-        for group, parts in ((self.control, (row, told)), (data, tensors)):
+        way = (action.is_gradient, self.line.rank < to)
+        for group, parts in ((self.control, (row, told)), (self.data[way], tensors)):
             for tensor in parts:
                 self._isend(tensor, to, group, action.is_gradient)
         nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -183,8 +181,7 @@ class Channels:
         failed, or does something else.
         """
         gradients = action.is_gradient
-        asked = self._coming.pop((source, gradients), None)
-        row, work = asked or self._ask_row(source, gradients)
+        work, row = self._coming.get((source, gradients)) or self._ask_row(source, gradients)
         self._wait(work, row)
         kind, stage, micro_batch, length = row.tolist()
         where = f"rank {self.line.global_rank}: {action.kind}, {action.where}"
@@ -197,8 +194,8 @@ class Channels:
                RuntimeError)
         if length:
             told = torch.empty(length, dtype=torch.uint8, device="cpu")
-            self._wait(self._ask(told, source, self.control, gradients), told)
-            self._descriptions[action[:2]] = told.numpy().tobytes()
+            self._wait(*self._ask(told, source, self.control, gradients))
+            self._descriptions[action[:2]] = pickle.loads(told.numpy().tobytes())
         self._coming[source, gradients] = self._ask_row(source, gradients)
 
         def arrived(like: torch.Tensor) -> torch.Tensor:
@@ -206,12 +203,11 @@ class Channels:
             found = torch.empty(like.shape, dtype=like.dtype,
                                 device=self.device)
             if found.numel():
-                way = self.data[gradients, source < self.line.rank]
-                self._wait(self._ask(found, source, way, gradients), found)
+                group = self.data[gradients, source < self.line.rank]
+                self._wait(*self._ask(found, source, group, gradients))
             return found.requires_grad_(like.requires_grad)
 
-        description = pickle.loads(self._descriptions[action[:2]])
-        return pytree.tree_map_only(torch.Tensor, arrived, description)
+        return pytree.tree_map_only(torch.Tensor, arrived, self._descriptions[action[:2]])
 
     def fail(self, text: str, knows: bool = True) -> str:
         """
@@ -261,23 +257,28 @@ class Channels:
                                   tag=int(gradients))
             self._leaving.append((work, tensor))
 
-    def _ask_row(self, source: int, gradients: bool) -> tuple[torch.Tensor, dist.Work]:
+    def _ask_row(self, source: int, gradients: bool) -> tuple[dist.Work, torch.Tensor]:
         """
         #### Ask for the next announcement from a rank
         """
-        row = torch.empty(4, dtype=torch.int64, device="cpu")
-        return row, self._ask(row, source, self.control, gradients)
+        return self._ask(torch.empty(4, dtype=torch.int64, device="cpu"),
+                         source,
+                         self.control,
+                         gradients)
 
     def _ask(self, buffer: torch.Tensor,
              source: int,
              group: Group,
-             gradients: bool) -> dist.Work:
+             gradients: bool) -> tuple[dist.Work, torch.Tensor]:
         """
-        #### Ask for a message, which will fill a buffer
+        #### Ask for a message, which will fill a buffer; return what `_wait` takes
         """
         with self._explained():
-            return dist.irecv(  # type: ignore[return-value]
-                buffer, self.line.ranks[source], group.process_group, tag=int(gradients))
+            work: Any = dist.irecv(buffer,
+                                   self.line.ranks[source],
+                                   group.process_group,
+                                   tag=int(gradients))
+            return work, buffer
 
     def _wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
         """
