@@ -75,18 +75,18 @@ class Channels:
         ### Make the process groups
 
         * `line` has the ranks of this pipeline, in order
-        * `ranks` are those of all pipelines side by side, first those that have the first stage
+        * `ranks` are those of all pipelines side by side
         * `device` is where tensors arrive
 
         All of these ranks call it.
         """
         self.line = line
-        self.ranks = ranks
         self.device = device
         # Whether each rank of the pipeline is on another node.
         self.far = [node_of(rank) != node_of(line.global_rank)
                     for rank in line.ranks]
-        self.control = self._group(ranks, "gloo")
+        # A process group has its ranks in ascending order.
+        self.control = self._group(tuple(sorted(ranks)), "gloo")
         # The group of each way: whether of gradients, and whether to a later rank. All ranks make
         # as many in the same order: torch numbers them, and ranks with other numbers would wait for
         # each other.
@@ -124,18 +124,15 @@ class Channels:
         All ranks call it before anything moves: an all-gather of these texts by gloo. Pipelines
         side by side may have different shapes. Raises `ValueError` on all ranks.
         """
-        # A process group has its ranks in ascending order.
-        told = dict(zip(sorted(self.ranks),
-                        self.control.gather((problem, batch)),
+        told = dict(zip(self.control.ranks,
+                        self.control.gather((self.line.ranks, problem, batch)),
                         strict=True))
         where = f"rank {self.line.global_rank}: the batch"
-        for rank in self.ranks:
-            expect(not told[rank][0], where, expected, f"{told[rank][0]}, on rank {rank}", cure)
-        beside = len(self.ranks) // self.line.size
-        for first in range(beside):
-            line = self.ranks[first::beside]
+        for rank, (_, theirs, _) in told.items():
+            expect(not theirs, where, expected, f"{theirs}, on rank {rank}", cure)
+        for line in sorted({ranks for ranks, *_ in told.values()}):
             same(where, line,
-                 [{"batch": told[rank][1]} for rank in line],
+                 [{"batch": told[rank][-1]} for rank in line],
                  cure, ValueError)
 
     def send(self, action: Action,
