@@ -161,12 +161,11 @@ class Plan:
         """
         #### Refuse stages that cannot be
         """
-        counts = self.counts
-        good = (isinstance(counts, (list, tuple)) and len(counts) > 0
-                and all(isinstance(n, int) and n > 0 for n in counts)
-                and sum(counts) == len(self.layers) and len(counts) % ranks == 0)
+        good = (isinstance(self.counts, (list, tuple)) and len(self.counts) > 0
+                and all(isinstance(n, int) and n > 0 for n in self.counts)
+                and sum(self.counts) == len(self.layers) and len(self.counts) % ranks == 0)
         expect(good, "`stages`", f"numbers of layers that add up to {len(self.layers)}, for as "
-               f"many stages on each of {ranks} ranks", repr(counts),
+               f"many stages on each of {ranks} ranks", repr(self.counts),
                "pass a number of layers for each stage")
 
     def _check_weights(self) -> None:
@@ -199,12 +198,10 @@ def balanced(layers: list[nn.Module], parts: int) -> list[int]:
     def best(begin: int, parts: int) -> tuple[float, list[int]]:
         if parts == 1:
             return size(begin, len(sizes)), [len(sizes) - begin]
-        found = []
-        for end in range(begin + 1, len(sizes) - parts + 2):
-            largest, counts = best(end, parts - 1)
-            found.append((max(size(begin, end), largest),
-                          [end - begin, *counts]))
-        return min(found)
+        rests = {end: best(end, parts - 1)
+                 for end in range(begin + 1, len(sizes) - parts + 2)}
+        return min((max(size(begin, end), largest), [end - begin, *counts])
+                   for end, (largest, counts) in rests.items())
 
     expect(0 < parts <= len(layers), "the stages", f"at most {len(layers)}, one for each layer",
            f"{parts}", "use fewer ranks for the pipeline, or smaller layers")
