@@ -349,7 +349,8 @@ class Job:
     """
     ## One run of the job on this rank
 
-    All ranks call each method, but rank 0 alone calls `metrics`.
+    `build` adds the model, its optimizer and its activations. All ranks call each method, but rank
+    0 alone calls `metrics`.
     """
 
     args: argparse.Namespace
@@ -359,10 +360,7 @@ class Job:
     held_out: torch.Tensor
     run: Run = dataclasses.field(default_factory=Run)
     came: list[int] = dataclasses.field(default_factory=list)  # signals to end the run
-    model: Zero3Sequential = dataclasses.field(init=False)
     compression: Compression | None = None
-    optimizer: Zero3Optimizer = dataclasses.field(init=False)
-    activations: Activations = dataclasses.field(init=False)
 
     def train_each(self) -> int:
         """
