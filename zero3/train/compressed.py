@@ -106,14 +106,13 @@ def finish(model: Zero3Sequential,
     """
     device = model.sharded_layers[0].device
     dtype = next(model.parameters()).dtype
-    layers = [layer.to(device, dtype) for layer in gpt.gpt_layers(config)]
-    plain = nn.Sequential(*layers)
+    plain = nn.Sequential(*gpt.gpt_layers(config)).to(device, dtype)
     example = torch.zeros(1, config.seq_len, dtype=torch.long, device=device)
     before = measure(plain, example, evaluate(model))
     if recipe == DENSE:
         take_over(plain, model)
     else:
-        compress(layers, RECIPES[recipe](steps, config))
+        compress(plain, RECIPES[recipe](steps, config))
         clean(plain, trained=model)
     after = measure(plain, example, evaluate(plain))
     if out is not None:

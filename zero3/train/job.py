@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from zero3 import commit_name
 from zero3.checkpoint.save_load import load, save
@@ -254,7 +253,7 @@ def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
         if given not in (None, "dynamic"):
             within(option(name), given, least, most)
     recipes = args.compress or []
-    checks = [
+    for check in (
         (args.batch % (ranks.world_size * args.accumulate) == 0, "the batch does not split",
          f"a multiple of {ranks.world_size} ranks times {args.accumulate} micro-batches",
          f"--batch {args.batch}", "change one of the three"),
@@ -294,8 +293,7 @@ def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
          "nothing goes to --offload-folder", "--offload-params nvme, --offload-optimizer nvme or "
          "--activations nvme beside it", "none of them",
          "pass one of them, or leave --offload-folder out"),
-    ]
-    for check in checks:
+    ):
         expect(*check)
     if args.offload_folder is not None:
         folder("--offload-folder", args.offload_folder)
@@ -497,8 +495,9 @@ class Job:
         mesh = None
         groups = args.replicas * args.nodes
         if groups > 1:
-            mesh = init_device_mesh(
-                self.ranks.device.type, (groups, self.ranks.world_size // groups),
+            mesh = torch.distributed.init_device_mesh(
+                self.ranks.device.type,
+                (groups, self.ranks.world_size // groups),
                 mesh_dim_names=("nodes" if args.nodes > 1 else "replicate", "shard"))
         return Links(mesh, ENCODINGS.get(args.gather_bits), ENCODINGS.get(args.reduce_bits),
                      args.secondary)
