@@ -41,20 +41,18 @@ from torch import nn
 
 from zero3.guards.options import expect
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.schedule import Chain
-from zero3.sharded import Sharded
-from zero3.watch import Call
+from zero3.schedule import Chain, Schedule
 
 
 class InTurn(Chain):
     """
     ## The schedule of a stage's layers
 
-    The last layer does not stay full, because the next pass is of another micro-batch.
+    The last layer does not stay full, because the next pass is of another micro-batch. So it is as
+    in a layer without neighbours.
     """
 
-    def stays_full(self, layer: Sharded, call: Call) -> bool:
-        return False
+    stays_full = Schedule.stays_full
 
 
 class Stage(Zero3Sequential):
