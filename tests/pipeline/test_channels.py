@@ -175,7 +175,7 @@ def test_a_checksum_takes_no_memory_however_long_a_row_is():
 def test_a_rank_that_dies_ends_the_others():
     """
     They raise an error that says what is lost, and wait for nothing.
-    Proves I10, `Channels._isend`, `Channels._ask`, `Channels._wait`, `Channels._explained`.
+    Proves I10, `Channels._isend`, `Channels._start`, `Channels._wait`, `Channels._explained`.
     """
     with pytest.raises(AssertionError) as error:
         run(dies_in_a_stage, 4, fresh=True)
@@ -319,7 +319,7 @@ def other_micro_batches():
     told = text_of(lambda: channels.receive(Action("receive gradient", 0, 0), 1))
     # What is left of the message, so that rank 1 goes on.
     rest = torch.empty(len(pickle.dumps([])), dtype=torch.uint8)
-    channels._wait(*channels._ask(rest, 1, channels.control, True))
+    channels._wait(*channels._start(dist.irecv, rest, 1, channels.control, True))
     return told
 
 

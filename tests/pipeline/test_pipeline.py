@@ -182,7 +182,7 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     `_Batch._receive`, `_Batch._partner`, `Action.is_gradient`, `_Batch.unshard`, `_Batch.reshard`,
     `_Batch.reduce`, `_Batch.send_tied`, `_Batch.receive_tied`, `_Batch.send_tied_gradient`,
     `_Batch.receive_tied_gradient`, `_trainable`, `Channels`, `Channels.send`,
-    `Channels.receive`, `Channels.end`, `Channels._ask`, `_has_rows`, `Stage`,
+    `Channels.receive`, `Channels.end`, `Channels._start`, `_has_rows`, `Stage`,
     `Stage.unshard`, `Stage.reshard`, `Stage.begin`, `InTurn`, `untie`, `holder`,
     `Communicator.over_stages`, `Group.gather`, `actions`.
     """

@@ -39,8 +39,7 @@ process groups stay until the program ends.
 
 import pickle
 import weakref
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -98,7 +97,8 @@ class Channels:
         # The last descriptions, by kind and stage of the receiving action: bytes of those that were
         # sent, and values of those that were received.
         self._descriptions: dict[tuple[str, int], Tree] = {}
-        self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
+        # What is being sent, the oldest first.
+        self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
         # The next announcement, by its source and whether it is of gradients, once one has come.
         self._coming: dict[tuple[int, bool], tuple[dist.Work, torch.Tensor]] = {}
 
@@ -157,7 +157,7 @@ class Channels:
         row = torch.tensor([KINDS.index(action.kind), *action[1:], len(told)],
                            device="cpu")
         while self._leaving and self._leaving[0][0].is_completed():
-            self._leaving.popleft()
+            self._leaving.pop(0)
         way = (action.is_gradient, self.line.rank < to)
         for group, parts in ((self.control, (row, told)), (self.data[way], tensors)):
             for tensor in parts:
@@ -191,7 +191,7 @@ class Channels:
                RuntimeError)
         if length:
             told = torch.empty(length, dtype=torch.uint8, device="cpu")
-            self._wait(*self._ask(told, source, self.control, gradients))
+            self._wait(*self._start(dist.irecv, told, source, self.control, gradients))
             self._descriptions[action[:2]] = pickle.loads(told.numpy().tobytes())
         self._coming[source, gradients] = self._ask_row(source, gradients)
 
@@ -201,7 +201,7 @@ class Channels:
                                 device=self.device)
             if found.numel():
                 group = self.data[gradients, source < self.line.rank]
-                self._wait(*self._ask(found, source, group, gradients))
+                self._wait(*self._start(dist.irecv, found, source, group, gradients))
             return found.requires_grad_(like.requires_grad)
 
         return pytree.tree_map_only(torch.Tensor, arrived, self._descriptions[action[:2]])
@@ -237,7 +237,7 @@ class Channels:
         ### Wait until everything that was sent has been received
         """
         while self._leaving:
-            self._wait(*self._leaving.popleft())
+            self._wait(*self._leaving.pop(0))
 
     def _isend(self, tensor: torch.Tensor,
                to: int,
@@ -249,33 +249,34 @@ class Channels:
         gloo matches messages by their tags, and those of one tag by their order.
         """
         if tensor.numel():
-            with self._explained():
-                work = dist.isend(tensor, self.line.ranks[to], group.process_group,
-                                  tag=int(gradients))
-            self._leaving.append((work, tensor))
+            self._leaving.append(self._start(dist.isend, tensor, to, group, gradients))
 
     def _ask_row(self, source: int, gradients: bool) -> tuple[dist.Work, torch.Tensor]:
         """
         #### Ask for the next announcement from a rank
         """
-        return self._ask(torch.empty(4, dtype=torch.int64, device="cpu"),
-                         source,
-                         self.control,
-                         gradients)
+        return self._start(dist.irecv,
+                           torch.empty(4, dtype=torch.int64, device="cpu"),
+                           source,
+                           self.control,
+                           gradients)
 
-    def _ask(self, buffer: torch.Tensor,
-             source: int,
-             group: Group,
-             gradients: bool) -> tuple[dist.Work, torch.Tensor]:
+    def _start(self, call: Callable[..., Any],
+               tensor: torch.Tensor,
+               other: int,
+               group: Group,
+               gradients: bool) -> tuple[dist.Work, torch.Tensor]:
         """
-        #### Ask for a message, which will fill a buffer; return what `_wait` takes
+        #### Start to send a tensor, or to fill it by a message; return what `_wait` takes
+
+        * `call` is `isend` or `irecv`, and `other` the place of the other rank
         """
         with self._explained():
-            work: Any = dist.irecv(buffer,
-                                   self.line.ranks[source],
-                                   group.process_group,
-                                   tag=int(gradients))
-            return work, buffer
+            work = call(tensor,
+                        self.line.ranks[other],
+                        group.process_group,
+                        tag=int(gradients))
+            return work, tensor
 
     def _wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
         """

@@ -43,7 +43,6 @@ begin, so an accelerator first finishes the step before.
 """
 
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -337,7 +336,7 @@ class Pipeline(ShardedModel):
         buffers = self._sums_of_shared()
         with self._together():
             while batch.waiting:
-                action = batch.waiting.popleft()
+                action = batch.waiting.pop(0)
                 sent = getattr(batch, action.kind.replace(" ", "_"))(action)
                 sender = SimpleNamespace(comm=self.comm, label=action.where)
                 self.listener.record(sender, action.kind, 0, sent)
@@ -456,7 +455,7 @@ class _Batch:
                  optimizer: Zero3Optimizer | None,
                  outputs: list[Tree] | None = None):
         self.pipeline = pipeline
-        self.waiting = deque(listed)  # the actions that are still to come
+        self.waiting = [*listed]  # the actions that are still to come
         self.optimizer = optimizer
         if pipeline.stage_comm.broken:
             raise RuntimeError(pipeline.stage_comm.broken)
