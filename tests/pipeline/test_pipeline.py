@@ -176,7 +176,7 @@ def test_every_schedule_trains_the_weights_of_plain_pytorch(shape):
     Proves I1, I7, `Pipeline`, `Pipeline.__init__`, `Channels.__init__`, `Stage.__init__`,
     `Pipeline.train_batch`, `Pipeline.eval_batch`,
     `Pipeline.full_params`, `Pipeline.named_layers`, `Pipeline.cut`, `Pipeline._run`,
-    `Pipeline._build`, `Pipeline._connect`, `Communicator.join`,
+    `Pipeline._build`, `Communicator.join`,
     `_Batch`, `_Batch.forward`, `_Batch.backward`,
     `_Batch._loss_of`, `_detached`, `_Batch.send`, `_Batch.receive`, `_Batch._send`,
     `_Batch._receive`, `_Batch._partner`, `Action.is_gradient`, `_Batch.unshard`, `_Batch.reshard`,

@@ -97,7 +97,7 @@ class Channels:
         # The last descriptions, by kind and stage of the receiving action: bytes of those that were
         # sent, and values of those that were received.
         self._descriptions: dict[tuple[str, int], Tree] = {}
-        # What is being sent, the oldest first.
+        # Messages on their way, the oldest first.
         self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
         # The next announcement, by its source and whether it is of gradients, once one has come.
         self._coming: dict[tuple[int, bool], tuple[dist.Work, torch.Tensor]] = {}

@@ -45,7 +45,6 @@ begin, so an accelerator first finishes the step before.
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,27 +149,27 @@ class Pipeline(ShardedModel):
 
         self.across.broadcast(tensor for layer in layers
                               for tensor in (*layer.parameters(), *layer.buffers()))
-        make = partial(
-            Zero3Layer,
+        self._build(
+            plan,
             mesh=mesh[mesh.mesh_dim_names[1:]],  # type: ignore[index]
+            offload=Offload.of(offload),
             activations=activations)
-        self._build(plan, make, Offload.of(offload))
-        self._connect()
         self._free_others(plan)
         self.channels = Channels(self.across.group, self.comm.ranks, self.comm.device)
 
-    def _build(self, plan: Plan,
-               make: Callable[..., Zero3Layer],
-               offload: Offload | None) -> None:
+    def _build(self, plan: Plan, **options: Any) -> None:
         """
         #### Shard the layers of this rank's stages, and its tied weights
 
-        The first stage that uses tied weights keeps them, and the last one borrows them.
+        The first stage that uses tied weights keeps them, and the last one borrows them. All layers
+        of this rank share a communicator and a reducer.
+
+        * `options` are those of each `Zero3Layer`
         """
         own = {i: layer for i, layer in enumerate(plan.layers)
                if plan.owners[i] == self.place}
         untie(own.values(), plan.tied)
-        built = {i: make(layer, offload=offload) for i, layer in own.items()}
+        built = {i: Zero3Layer(layer, **options) for i, layer in own.items()}
         self.module_list = nn.ModuleDict(
             {str(i): layer for i, layer in built.items()})
         self.sharded_layers = tuple(built.values())
@@ -178,7 +177,10 @@ class Pipeline(ShardedModel):
         self.tied: tuple[Zero3Layer, ...] = ()
         keeps, borrows = (self.place == s % self.ranks for s in self.ends)
         if plan.tied and (keeps or borrows):
-            tied = make(holder(plan.tied), offload=offload if keeps else None)
+            if not keeps:
+                # Its shard comes from the other rank in each step.
+                options["offload"] = None
+            tied = Zero3Layer(holder(plan.tied), **options)
             tied.layer_idx = len(plan.layers)
             tied.label = "the tied weights"
             self.tied = (tied,)
@@ -193,11 +195,6 @@ class Pipeline(ShardedModel):
             s: Stage({i: layer for i, layer in built.items() if plan.places[i] == s},
                      self.tied if s in self.ends else ())
             for s in range(self.place, self.count, self.ranks)}
-
-    def _connect(self) -> None:
-        """
-        #### Let all layers of this rank share a communicator and a reducer
-        """
         # That of the ranks that have the same stages, and that of all ranks.
         self.stage_comm = self._first.comm
         self.comm = self.stage_comm.join(self.across.group)
@@ -496,8 +493,8 @@ class _Batch:
         if self.outputs is not None:
             self.outputs.append(output)
         loss = self.pipeline.loss_fn(output, _copied(y))
-        is_mean = isinstance(loss, torch.Tensor) and loss.numel() == 1
-        expect(is_mean, "`loss_fn`", "the mean loss, a tensor of one element",
+        expect(isinstance(loss, torch.Tensor) and loss.numel() == 1, "`loss_fn`",
+               "the mean loss, a tensor of one element",
                f"{getattr(loss, 'shape', type(loss))}", "take the mean over the rows")
         loss = loss.reshape(())
         self.loss += loss.detach().double() / self.pipeline.micro_batches
@@ -515,9 +512,8 @@ class _Batch:
             if action.stage == self.pipeline.count - 1:
                 self.optimizer.backward(edges.pop() / self.pipeline.micro_batches)
             elif edges:
-                grads = self.values.pop(key)
                 pairs = [(edge, grad)
-                         for edge, grad in zip(edges, grads, strict=True)
+                         for edge, grad in zip(edges, self.values.pop(key), strict=True)
                          if grad is not None]
                 torch.autograd.backward([edge for edge, _ in pairs],
                                         [grad for _, grad in pairs])
