@@ -27,9 +27,12 @@ from pathlib import Path
 
 import torch
 from labml import tracker
-from labml_nn.transformers import Generator, TransformerLayer
 from labml_nn.transformers.feed_forward import FeedForward
-from labml_nn.transformers.models import EmbeddingsWithLearnedPositionalEncoding
+from labml_nn.transformers.models import (
+    EmbeddingsWithLearnedPositionalEncoding,
+    Generator,
+    TransformerLayer,
+)
 from labml_nn.transformers.primer_ez import MultiDConvHeadAttention, SquaredReLU
 from torch import nn
 from torch.nn import functional as F
@@ -37,6 +40,8 @@ from torch.nn import functional as F
 from zero3.guards.options import expect
 from zero3.guards.room import room
 
+# `cross_entropy` returns nats, and a nat has this many bits.
+BITS = 1 / math.log(2)
 # labml_nn 0.5 calls `tracker.debug` in every attention, but labml 0.5 has no such function.
 if not hasattr(tracker, "debug"):
     tracker.debug = lambda *args: None
@@ -160,7 +165,7 @@ def next_byte_loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     * `windows` is `[batch, seq + 1]`: each row but its last byte is input, each row but its first
       is target
 
-    Returns the mean in fp32. Divided by $\ln 2$ it is in bits per byte.
+    Returns the mean in fp32. Times `BITS`, which is $\frac{1}{\ln 2}$, it is in bits per byte.
     """
     logits = model(windows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())

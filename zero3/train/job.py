@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import math
 import os
 import sys
 import time
@@ -71,8 +70,6 @@ from zero3.train.run import (
 
 ENCODINGS: dict[int | None, Encoding] = {4: Int4(), 8: Int8()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# `cross_entropy` returns nats.
-BITS = 1 / math.log(2)
 # Batches of an evaluation, the same ones each time.
 EVAL_BATCHES = 4
 # Bytes that a block needs beside its parameters, at least.
@@ -321,8 +318,8 @@ def check_memory(config: gpt.GPTConfig,
     # Autograd saves each block's attention and the fp32 logits. Of blocks whose attention leaves,
     # two are in memory.
     blocks = config.n_layers if args.activations == "device" else min(2, config.n_layers)
-    saved = DTYPES[args.dtype].itemsize * blocks * config.n_heads * config.seq_len**2
-    saved += 4 * config.seq_len * config.n_vocab
+    saved = (DTYPES[args.dtype].itemsize * blocks * config.n_heads * config.seq_len**2
+             + 4 * config.seq_len * config.n_vocab)
     rows = args.batch / ranks.world_size / args.accumulate
     shorter = "lower --batch or --seq-len"
     for what, at, nbytes, cure in (
@@ -374,8 +371,7 @@ class Job:
                 Path(out).mkdir(exist_ok=True)
                 self.ranks.say(f"\n--compress {recipe}")
             args = argparse.Namespace(**vars(self.args) | {"compress": recipe, "out": out})
-            job = dataclasses.replace(self, args=args, run=Run())
-            code = job.train_and_finish(several)
+            code = dataclasses.replace(self, args=args, run=Run()).train_and_finish(several)
             if code:
                 return code
         if several and not self.ranks.rank:
@@ -520,7 +516,7 @@ class Job:
             mine = (self.train_step(done, tape), max(self.came, default=0))
             losses, signals = zip(*self.ranks.gather(mine), strict=True)
             # The mean over ranks is that of the whole batch.
-            self.run.losses.append(sum(losses) / len(losses) * BITS)
+            self.run.losses.append(sum(losses) / len(losses) * gpt.BITS)
             self.run.train_s += time.perf_counter() - start_s
             if done == self.args.steps or done % self.args.eval_every == 0:
                 self.evaluate(show)
@@ -568,7 +564,7 @@ class Job:
         losses = [gpt.next_byte_loss(model, self.ranks.rows(batch)).item() for batch in batches]
         model.train()
         means = [sum(each) / len(each) for each in zip(*self.ranks.gather(losses), strict=True)]
-        return sum(means) / EVAL_BATCHES * BITS
+        return sum(means) / EVAL_BATCHES * gpt.BITS
 
     def evaluate(self, show: Callable[..., None]) -> None:
         """
@@ -601,13 +597,17 @@ class Job:
 
         * `tape` has the last step
         """
-        found = self.ranks.gather(
-            (self.predicted(), measured(tape, self.ranks.rank), tape.events))
-        predicted, held, tapes = (list(each) for each in zip(*found, strict=True))
-        generator = torch.Generator().manual_seed(self.args.seed)
-        prompt = self.args.prompt.encode(errors="surrogateescape")
-        sample = gpt.sample(self.model, prompt, self.args.sample, self.args.seq_len, 0.5, generator,
-                            self.ranks.device).decode(errors="replace")
+        mine = (self.predicted(), measured(tape, self.ranks.rank), tape.events)
+        predicted, held, tapes = map(list, zip(*self.ranks.gather(mine), strict=True))
+        sample = gpt.sample(
+            self.model,
+            self.args.prompt.encode(errors="surrogateescape"),
+            self.args.sample,
+            self.args.seq_len,
+            temperature=0.5,
+            generator=torch.Generator().manual_seed(self.args.seed),
+            device=self.ranks.device,
+        ).decode(errors="replace")
         sizes = None
         if self.compression is not None:
             sizes = compressed.finish(

@@ -12,7 +12,7 @@ number of the rank, `run("worker:who", 2)` returns `[0, 1]`.
 **Not covered, and what that costs**: several machines. Use torchrun there.
 """
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import pkgutil
@@ -22,7 +22,6 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +130,8 @@ def report(failed: list[str]) -> str:
     return "\n".join([*causes, *lines] if causes else failed)
 
 
-def _answers(pipes: list[connection.Connection], timeout_s: float) -> list[Any]:
+def _answers(pipes: list[multiprocessing.connection.Connection],
+             timeout_s: float) -> list[Any]:
     """
     #### Wait for all ranks, and return their answers in rank order
 
@@ -141,7 +141,9 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> list[Any]:
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
     deadline_s = time.monotonic() + timeout_s
     while waiting and (
-            ready := connection.wait(waiting, max(0, deadline_s - time.monotonic()))):
+            ready := multiprocessing.connection.wait(
+                waiting,
+                max(0, deadline_s - time.monotonic()))):
         for pipe in [pipe for pipe in waiting if pipe in ready]:
             rank = waiting.pop(pipe)
             answers[rank] = _answer(pipe, rank, timeout_s)
@@ -157,7 +159,7 @@ def _answers(pipes: list[connection.Connection], timeout_s: float) -> list[Any]:
     return [answers[rank][1] for rank in range(len(pipes))]
 
 
-def _answer(pipe: connection.Connection,
+def _answer(pipe: multiprocessing.connection.Connection,
             rank: int,
             timeout_s: float) -> tuple[bool, Any]:
     """
