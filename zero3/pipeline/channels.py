@@ -106,9 +106,11 @@ class Channels:
         """
         #### A process group of these ranks alone, which all of them make
         """
-        timeout = timeout_of(dist.group.WORLD, self.device)
-        made = dist.new_group(ranks, timeout=timeout, backend=backend,
-                              use_local_synchronization=True)
+        made = dist.new_group(
+            ranks,
+            timeout=timeout_of(dist.group.WORLD, self.device),
+            backend=backend,
+            use_local_synchronization=True)
         return Group(ranks, ranks.index(self.line.global_rank), weakref.ref(made))
 
     def compare(self, problem: str,

@@ -139,8 +139,7 @@ class Plan:
                      if len({layer_of(name) for name in names}) > 1}
         pairs = {tuple(sorted({self.places[layer_of(name)] for name in names}))
                  for names in self.tied.values()}
-        good = len(pairs) <= 1 and all(len(pair) <= 2 for pair in pairs)
-        expect(good, "tied weights",
+        expect(len(pairs) <= 1 and all(len(pair) <= 2 for pair in pairs), "tied weights",
                "the same two stages for all of them", f"stages {sorted(pairs)}",
                "cut the stages elsewhere, with `stages=`")
         # The first and the last stage that use tied weights.

@@ -211,10 +211,11 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     found = timeline(lists)
-    print("0 is the forward pass of micro-batch 0, and (0) its backward pass.\n")
-    print(drawn(found))
-    print(f"\nRanks wait for {bubble(found):.1%} of the step, the bubble.\n")
-    print(f"{'':8}{'gathers':>8}{'reduces':>8}{'sends':>8}{'whole':>8}{'in flight':>12}")
+    print("0 is the forward pass of micro-batch 0, and (0) its backward pass.",
+          drawn(found),
+          f"Ranks wait for {bubble(found):.1%} of the step, the bubble.",
+          f"{'':8}{'gathers':>8}{'reduces':>8}{'sends':>8}{'whole':>8}{'in flight':>12}",
+          sep="\n\n")
     for rank, listed in enumerate(lists):
         cost = costs(listed)
         print(f"rank {rank:<3}{cost.gathers:>8}{cost.reduces:>8}{cost.sends:>8}{cost.whole:>8}"

@@ -125,8 +125,9 @@ def report(failed: list[str]) -> str:
     ## The error texts of the ranks: causes in full first, then a line for each consequence
     """
     causes = [text for text in failed if not text.startswith(_CONSEQUENCE)]
-    last_lines = (text.strip().splitlines()[-1] for text in failed if text not in causes)
-    lines = [f"{_CONSEQUENCE} {line.removeprefix(_CONSEQUENCE).strip()}" for line in last_lines]
+    # A consequence without a traceback is one line, which begins with these words already.
+    lines = [f"{_CONSEQUENCE} {text.strip().splitlines()[-1].removeprefix(_CONSEQUENCE).strip()}"
+             for text in failed if text not in causes]
     return "\n".join([*causes, *lines] if causes else failed)
 
 
