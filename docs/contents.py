@@ -281,10 +281,9 @@ FURTHER = (
         "the main job and its parts",
         ("zero3/train/job.py", "the main job, `make train`"),
         ("zero3/train/gpt.py", "a byte-level GPT, as a list of layers"),
-        ("zero3/train/run.py", "its ranks and its checkpoints"),
         ("zero3/train/compressed.py", "the same job, compressed while it trains"),
         ("zero3/train/report.py", "its table and pictures"),
-        ("zero3/train/launch.py", "ranks started from Python"),
+        ("zero3/train/launch.py", "ranks, started from Python or by torchrun"),
         ("zero3/train/__main__.py", "its command line")),
 )
 

@@ -92,10 +92,9 @@ of the book (`docs/`).
 | more | `beside/dcp.py` | DCP: torch's checkpoints, from shards |
 | more | `train/job.py` | the main job, `make train` |
 | more | `train/gpt.py` | a byte-level GPT, as a list of layers |
-| more | `train/run.py` | its ranks and its checkpoints |
 | more | `train/compressed.py` | the same job, compressed while it trains |
 | more | `train/report.py` | its table and pictures |
-| more | `train/launch.py` | ranks started from Python |
+| more | `train/launch.py` | ranks, started from Python or by torchrun |
 
 Ten invariants hold, and each has tests ([in full](../docs/invariants.md)):
 

@@ -31,7 +31,7 @@ from zero3.checkpoint.reader import MANIFEST, clean_up_interrupted_saves
 from zero3.checkpoint.save_load import newest
 from zero3.train import gpt
 from zero3.train import job as train
-from zero3.train.run import fresh_store
+from zero3.train.launch import fresh_store
 
 WIDTH, TRACE_NUMEL = 48, 3 << 17
 # Each changes what a reader finds there; `fsync` only says when it would outlast a power cut.

@@ -29,9 +29,8 @@ from zero3 import Zero3Layer, Zero3Sequential, commit_name, save
 from zero3.estimate.ledger import Event
 from zero3.train import launch
 from zero3.train.gpt import lr_at
-from zero3.train.job import Ranks, main, parse_args
+from zero3.train.job import OPTIONS, Ranks, checkpoints, look_for_checkpoint, main, parse_args
 from zero3.train.report import spans
-from zero3.train.run import OPTIONS, checkpoints, look_for_checkpoint
 
 SMALL = ["--d-model", "16", "--layers", "2", "--seq-len", "16", "--batch", "4"]
 
@@ -170,7 +169,7 @@ def finished(tmp_path_factory):
 def test_each_rank_holds_and_sends_exactly_what_was_predicted(finished):
     """
     The promise of the main job, to the byte. Breaks where `predict.py` and `layer.py` drift apart.
-    Proves I2, I3, I4, `Prediction.rest_bytes`, `run.measured`, `run.Ranks.gather`, `report.table`,
+    Proves I2, I3, I4, `Prediction.rest_bytes`, `measured`, `launch.Ranks.gather`, `report.table`,
     `predict.Prediction`, `Prediction.as_dict`.
     """
     run, _, metrics = finished
@@ -221,7 +220,7 @@ def test_activations_in_files_change_no_number_and_their_bytes_are_predicted(tmp
     """
     The main job in its usual size: the table has two columns more, which are equal too. "cpu" is
     the memory that they are in already. Breaks if the first loss that has read from a file differs.
-    Proves I8, `Job.build`, `Job.saved`, `Job.predicted`, `run.measured`, `report.table`,
+    Proves I8, `Job.build`, `Job.saved`, `Job.predicted`, `measured`, `report.table`,
     `saved_bytes`.
     """
     ends = []
@@ -277,7 +276,7 @@ def test_a_run_leaves_pictures_and_figures(finished):
 def test_a_pipe_gets_plain_lines_from_rank_0_alone(finished):
     """
     Breaks where labml's screen writes escape codes into a file, or every rank prints.
-    Proves `run.progress`, `run.Ranks.say`, `run.Ranks.connect`.
+    Proves `progress`, `launch.Ranks.say`, `launch.Ranks.connect`.
     """
     run, _, _ = finished
     assert "\x1b" not in run.stdout and "\r" not in run.stdout
@@ -290,7 +289,7 @@ def test_one_rank_needs_no_torchrun_and_sees_the_same_batches(finished, tmp_path
     The losses of two ranks are those of one, because the global batch is the same. Not bit for bit:
     a mean of two means rounds differently. Breaks where a rank takes the wrong rows, or the loss is
     not averaged over ranks.
-    Proves I1, `Job`, `Job.train`, `Job.train_step`, `run.Ranks.rows`.
+    Proves I1, `Job`, `Job.train`, `Job.train_step`, `launch.Ranks.rows`.
     """
     options = ["--steps", "6", "--eval-every", "6", "--sample", "1"]
     assert main([*SMALL, "--device", "cpu", "--out", str(tmp_path), *options]) == 0
@@ -413,7 +412,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, capsys, op
 def test_more_ranks_than_gpus_is_an_error(monkeypatch):
     """
     Breaks where two ranks share a GPU and NCCL reports it in its own words.
-    Proves `run.Ranks`, `run.Ranks.find`.
+    Proves `launch.Ranks`, `launch.Ranks.find`.
     """
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
@@ -517,7 +516,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(undisturbed, tmp_path):
     """
     Also without `--save-every`. Afterwards the run is at its end, and says so. A run of other
     options does not take it up unasked. Breaks where ranks end after different steps.
-    Proves `signals`, `Job.train`, `Job.save`, `Run`, `run.Ranks.gather`.
+    Proves `signals`, `Job.train`, `Job.save`, `Run`, `launch.Ranks.gather`.
     """
     out = tmp_path / "out"
     first = Torchrun(tmp_path, *LONG, "--out", str(out))

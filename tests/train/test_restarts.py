@@ -198,7 +198,7 @@ def test_a_stopped_rank_ends_the_run_after_the_timeout_and_a_killed_torchrun_tak
     rank 0 says what it waited for. SIGKILL for torchrun, which can tell nobody: its ranks are gone,
     also the one that is stopped. Before, rank 0 waited for 30 minutes, and both lived on. Breaks
     without `timeout=` in `connect`, or without `end_with_parent`.
-    Proves `run.Ranks.connect`, `run.Ranks.waits`, `end_with_parent`, `tell_failure`.
+    Proves `launch.Ranks.connect`, `launch.Ranks.waits`, `end_with_parent`, `tell_failure`.
     """
     first = Torchrun(tmp_path, "--steps", "100000", "--eval-every", "2", "--timeout", "5",
                      "--out", str(tmp_path / "out"))
@@ -245,7 +245,7 @@ def test_the_default_batch_fits_any_number_of_ranks(tmp_path, monkeypatch):
     batch that was asked for is not changed. A run on 3 ranks needs no option, and none of them
     leaves before rank 0 has written its figures. Breaks where the default is refused, or another
     number of ranks trains something else unasked.
-    Proves `prepare`, `parse_args`, `run.Ranks.gather`.
+    Proves `prepare`, `parse_args`, `launch.Ranks.gather`.
     """
     found = {}
     for ranks in range(1, 17):

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from zero3.guards.options import expect
 
-# Packages that only the application needs, in `gpt.py`, `run.py` and `report.py`.
+# Packages that only the application needs, in `gpt.py`, `job.py` and `report.py`.
 APP = ("labml", "labml_nn", "matplotlib")
 INSTALL = "install the application's packages, `pip install 'zero3[app]'`"
 

@@ -26,7 +26,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,20 @@ import torch
 from torch import nn
 
 from zero3 import commit_name
+from zero3.checkpoint.reader import (
+    CheckpointReader,
+    clean_up_interrupted_saves,
+    decode,
+    lock_folder,
+    newest,
+)
 from zero3.checkpoint.save_load import load, save
 from zero3.comm.encodings import Encoding, Int4, Int8
 from zero3.comm.links import Links
 from zero3.compression.clean import table
 from zero3.compression.compress import Compression, compress
 from zero3.estimate.formulas import describe
-from zero3.estimate.ledger import Ledger
+from zero3.estimate.ledger import Ledger, disk_bytes, held_bytes
 from zero3.estimate.predict import data_parallel, memory_table, predict_optimizer
 from zero3.estimate.saved import Moved, activations, saved_bytes
 from zero3.guards.command_line import Parser, folder, one_line, within
@@ -52,19 +59,12 @@ from zero3.offload.tiers import TIERS, Offload
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.optimizer.whole import GroupBy, Matrices, Options
 from zero3.train import compressed, gpt, report
-from zero3.train.run import (
-    OPTIONS,
+from zero3.train.launch import (
     Ranks,
-    Run,
     agree,
-    checkpoints,
     end_with_parent,
     fresh_store,
-    measured,
-    option,
-    progress,
     signals,
-    take_up,
     tell_failure,
 )
 
@@ -142,6 +142,11 @@ OTHERS: dict[str, dict[str, Any]] = {
                "saved replaces those of later steps"},
     "prompt": {"default": "The ", "help": "beginning of the sample"},
 }
+
+# Two runs with the same values of these resume each other's checkpoints.
+OPTIONS = ("d_model", "layers", "heads", "seq_len", "batch", "accumulate", "steps", "lr", "seed",
+           "dtype", "reduce_dtype", "optimizer", "loss_scale", "clip", "text", "gather_bits",
+           "reduce_bits", "compress")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -237,6 +242,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for name, settings in OTHERS.items():
         parser.add_argument(option(name), **settings)
     return parser.parse_args(argv)
+
+
+def option(name: str) -> str:
+    """
+    ## The option of a variable: `d_model` is `--d-model`
+    """
+    return f"--{name.replace('_', '-')}"
 
 
 def check_options(args: argparse.Namespace, ranks: Ranks) -> None:
@@ -337,6 +349,17 @@ def check_memory(config: gpt.GPTConfig,
         expect(need_bytes <= free_bytes, f"there is no room for {what}",
                f"at least {need_bytes:,} bytes on {at}, for {sharers} rank(s)",
                f"{free_bytes:,} bytes free", cure)
+
+
+@dataclasses.dataclass
+class Run:
+    """
+    ## The figures of a run, which go into its checkpoints
+    """
+
+    losses: list[float] = dataclasses.field(default_factory=list)  # bits per byte, one per step
+    held_out: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # step, bits/byte
+    train_s: float = 0.0  # without evaluation
 
 
 @dataclasses.dataclass
@@ -683,3 +706,106 @@ class Job:
             "skipped_steps": self.optimizer.skipped_steps,
             "loss_scale": self.optimizer.loss_scale,
         }
+
+
+@contextlib.contextmanager
+def progress(ranks: Ranks, steps: int) -> Iterator[Callable[..., None]]:
+    """
+    ## Show the progress of the run, on rank 0
+
+    Yields a function of the step, the loss on the training text and on held-out text, and the bytes
+    per second.
+    """
+    if ranks.rank or not sys.stdout.isatty():
+        yield lambda step, train, held_out, rate: ranks.say(
+            f"step {step:>{len(str(steps))}} of {steps}   train {train:.3f}   "
+            f"held out {held_out:.3f} bits/byte   {rate:,.0f} bytes/s"
+        )
+        return
+    from labml import experiment, tracker
+
+    def track(step, train, held_out, rate):
+        tracker.save(step, {"loss.train": train, "loss.held_out": held_out, "bytes_per_s": rate})
+        tracker.new_line()
+
+    experiment.create(name="zero3", writers={"screen", "file"})
+    with experiment.start():
+        yield track
+
+
+def measured(tape: Ledger, rank: int) -> dict[str, int]:
+    """
+    ## The bytes of a recorded step, and those that stay after it
+    """
+    return {
+        "rank": rank,
+        "rest_bytes": held_bytes(tape.model, tape.optimizer),
+        "peak_bytes": tape.peak_live_bytes,
+        "sent_bytes": tape.sent_bytes,
+        "between_bytes": tape.between_bytes,
+        "messages": tape.messages,
+        "order_bytes": tape.order_bytes,
+        "read_bytes": tape.read_bytes,
+        "written_bytes": tape.written_bytes,
+        "disk_bytes": disk_bytes(tape.model, tape.optimizer),
+        "out_bytes": tape.out_bytes,
+        "in_bytes": tape.in_bytes,
+    }
+
+
+# ------------------------------------------------------------------------------------- checkpoints
+
+
+def take_up(args: argparse.Namespace, ranks: Ranks) -> Path | None:
+    """
+    ## The checkpoint to resume from, if there is one
+
+    All ranks call it. Raises `ValueError` on all of them if the newest checkpoint belongs to a run
+    with other options, or cannot be read.
+    """
+    if args.resume not in ("auto", "no"):
+        return Path(args.resume)
+    looks = not ranks.rank and args.resume == "auto"
+    found, problem = ranks.gather(look_for_checkpoint(args) if looks else (None, ""))[0]
+    if problem:
+        raise ValueError(problem)
+    return found
+
+
+def look_for_checkpoint(args: argparse.Namespace) -> tuple[Path | None, str]:
+    """
+    ## Find the newest checkpoint of this run; return it with a problem, or an empty text
+    """
+    folder = checkpoints(args)
+    found = None
+    try:
+        if folder.exists():
+            lock_folder(folder)
+        clean_up_interrupted_saves(folder)
+        found = newest(folder)
+        if not found:
+            return None, ""
+        # A checkpoint may be older than an option, which has its default then.
+        theirs = {"optimizer": "adamw",
+                  **decode(CheckpointReader(found).manifest["extra"])["options"]}
+        differ = [f"{option(name)} {theirs.get(name)} there and {getattr(args, name)} here"
+                  for name in OPTIONS if theirs.get(name) != getattr(args, name)]
+    except Exception as error:
+        # Any error at all, because the other ranks wait for this one.
+        return found, (
+            f"cannot resume from {found or folder}. Expected: a checkpoint of this job. Got: "
+            f"{error}. What to do: pass --resume with another one, `--resume no` to start over, or "
+            "another --out.")
+    if differ:
+        return found, (
+            f"{found} belongs to another run. Expected: the same options. Got: "
+            f"{', '.join(differ)}. What to do: pass `--resume {found}` to resume from it anyway, "
+            "`--resume no` to start over, or another --out.")
+    return found, ""
+
+
+def checkpoints(args: argparse.Namespace) -> Path:
+    """
+    ## The folder of the run's checkpoints
+    """
+    return Path(args.out) / "checkpoints"
