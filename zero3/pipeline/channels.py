@@ -274,11 +274,10 @@ class Channels:
         * `call` is `isend` or `irecv`, and `other` the place of the other rank
         """
         with self._explained():
-            work = call(tensor,
+            return call(tensor,
                         self.line.ranks[other],
                         group.process_group,
-                        tag=int(gradients))
-            return work, tensor
+                        tag=int(gradients)), tensor
 
     def _wait(self, work: dist.Work, tensor: torch.Tensor) -> None:
         """

@@ -335,8 +335,11 @@ class Pipeline(ShardedModel):
             while batch.waiting:
                 action = batch.waiting.pop(0)
                 sent = getattr(batch, action.kind.replace(" ", "_"))(action)
-                sender = SimpleNamespace(comm=self.comm, label=action.where)
-                self.listener.record(sender, action.kind, 0, sent)
+                self.listener.record(
+                    SimpleNamespace(comm=self.comm, label=action.where),
+                    action.kind,
+                    0,
+                    sent)
             self._refuse_written(buffers)
             if optimizer is not None:
                 # The last stage has scaled the loss, and so all gradients.
@@ -527,8 +530,9 @@ class _Batch:
         """
         ### Send activations to the next stage, or gradients to the one before
         """
-        key = self._partner(action), action.micro_batch
-        return self._send(action, self.values.pop(key))
+        return self._send(
+            action,
+            self.values.pop((self._partner(action), action.micro_batch)))
 
     send_gradient = send
 
@@ -562,8 +566,7 @@ class _Batch:
         """
         if "tied" in action.kind:
             return sum(self.pipeline.ends) - action.stage
-        goes_on = action.kind in ("send", "receive gradient")
-        return action.stage + (1 if goes_on else -1)
+        return action.stage + (1 if action.kind in ("send", "receive gradient") else -1)
 
     # ---------------------------------------------------------------------------- gather and reduce
 

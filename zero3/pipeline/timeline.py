@@ -161,8 +161,9 @@ def _most(listed: list[Action], begins: str, ends: str) -> int:
     """
     #### The most things that have begun and not ended
     """
-    changes = [(action.kind == begins) - (action.kind == ends) for action in listed]
-    return max(accumulate(changes), default=0)
+    return max(
+        accumulate((action.kind == begins) - (action.kind == ends) for action in listed),
+        default=0)
 
 
 def drawn(found: list[list[Pass]]) -> str:
