@@ -105,8 +105,9 @@ def finish(model: Zero3Sequential,
     All ranks call it. Returns how large and how good the model is, before and after.
     """
     device = model.sharded_layers[0].device
-    dtype = next(model.parameters()).dtype
-    plain = nn.Sequential(*gpt.gpt_layers(config)).to(device, dtype)
+    plain = nn.Sequential(*gpt.gpt_layers(config)).to(
+        device,
+        next(model.parameters()).dtype)
     example = torch.zeros(1, config.seq_len, dtype=torch.long, device=device)
     before = measure(plain, example, evaluate(model))
     if recipe == DENSE:

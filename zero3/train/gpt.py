@@ -256,9 +256,11 @@ def global_batch(
 
     They are `[rows, seq_len + 1]` int64, and depend only on `seed` and `step`.
     """
-    generator = torch.Generator().manual_seed((1_000_003 * seed + step) % 2**64)
     starts = torch.randint(
-        len(data) - seq_len, (rows,), generator=generator, device="cpu")
+        len(data) - seq_len,
+        (rows,),
+        generator=torch.Generator().manual_seed((1_000_003 * seed + step) % 2**64),
+        device="cpu")
     return data.unfold(0, seq_len + 1, 1)[starts].long()
 
 

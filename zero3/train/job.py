@@ -325,14 +325,12 @@ def check_memory(config: gpt.GPTConfig,
     Each need is counted at its least, so no run is refused that would have worked. The layers and
     the optimizer look for the room of shards and states when they are built. Raises `ValueError`.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cpu = torch.device("cpu")
     # Autograd saves each block's attention and the fp32 logits. Of blocks whose attention leaves,
     # two are in memory.
     blocks = config.n_layers if args.activations == "device" else min(2, config.n_layers)
     saved = (DTYPES[args.dtype].itemsize * blocks * config.n_heads * config.seq_len**2
              + 4 * config.seq_len * config.n_vocab)
-    rows = args.batch / ranks.world_size / args.accumulate
     shorter = "lower --batch or --seq-len"
     for what, at, nbytes, cure in (
         # Each rank builds the whole model in fp32, and then shards it layer by layer.
@@ -340,10 +338,12 @@ def check_memory(config: gpt.GPTConfig,
          "lower --d-model or --layers"),
         # Every rank draws the windows of all ranks, first as bytes and then as 8-byte integers.
         ("a batch", cpu, args.batch * (8 + 9 * (config.seq_len + 1)), shorter),
-        ("the activations of a step", ranks.device, rows * saved,
+        ("the activations of a step",
+         ranks.device,
+         args.batch / ranks.world_size / args.accumulate * saved,
          f"{shorter}, or raise --accumulate"),
     ):
-        sharers = here if at.type == "cpu" else 1
+        sharers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if at.type == "cpu" else 1
         need_bytes = int(sharers * nbytes)
         free_bytes = room(at)
         expect(need_bytes <= free_bytes, f"there is no room for {what}",
@@ -471,15 +471,19 @@ class Job:
         # Before thresholds are found, because they are those of the numbers that are trained.
         modules = [module.to(dtype) for module in gpt.gpt_layers(self.config)]
         if self.args.compress:
-            rules = compressed.RECIPES[self.args.compress](self.args.steps, self.config)
-            self.compression = compress(modules, rules)
+            self.compression = compress(
+                modules,
+                compressed.RECIPES[self.args.compress](self.args.steps, self.config))
         group_by = self.group_by(modules)
-        layers = [
-            Zero3Layer(module.to(self.ranks.device), device=self.ranks.device, dtype=dtype,
-                       offload=params_in, mesh=links, activations=self.activations)
-            for module in modules
-        ]
-        self.model = Zero3Sequential(layers)
+        self.model = Zero3Sequential(
+            Zero3Layer(
+                module.to(self.ranks.device),
+                device=self.ranks.device,
+                dtype=dtype,
+                offload=params_in,
+                mesh=links,
+                activations=self.activations)
+            for module in modules)
         self.optimizer = Zero3Optimizer(
             self.model,
             betas=(0.9, 0.95),
@@ -536,8 +540,9 @@ class Job:
         """
         for done in range(len(self.run.losses) + 1, self.args.steps + 1):
             start_s = time.perf_counter()
-            mine = (self.train_step(done, tape), max(self.came, default=0))
-            losses, signals = zip(*self.ranks.gather(mine), strict=True)
+            losses, signals = zip(
+                *self.ranks.gather((self.train_step(done, tape), max(self.came, default=0))),
+                strict=True)
             # The mean over ranks is that of the whole batch.
             self.run.losses.append(sum(losses) / len(losses) * gpt.BITS)
             self.run.train_s += time.perf_counter() - start_s
@@ -582,9 +587,13 @@ class Job:
         ### Bits per byte on text that no step has seen, as a mean over ranks
         """
         model.eval()
-        batches = (gpt.global_batch(self.held_out, i, self.args.batch, self.args.seq_len)
-                   for i in range(EVAL_BATCHES))
-        losses = [gpt.next_byte_loss(model, self.ranks.rows(batch)).item() for batch in batches]
+        losses = [
+            gpt.next_byte_loss(model, self.ranks.rows(gpt.global_batch(
+                self.held_out,
+                i,
+                self.args.batch,
+                self.args.seq_len))).item()
+            for i in range(EVAL_BATCHES)]
         model.train()
         means = [sum(each) / len(each) for each in zip(*self.ranks.gather(losses), strict=True)]
         return sum(means) / EVAL_BATCHES * gpt.BITS
@@ -609,9 +618,14 @@ class Job:
         * `then` are words on what comes then
         """
         step = len(self.run.losses)
-        extra = {"options": {name: getattr(self.args, name) for name in OPTIONS}, **vars(self.run)}
-        where = save(checkpoints(self.args), self.model, self.optimizer, step=step,
-                     extra=extra).wait()
+        where = save(
+            checkpoints(self.args),
+            self.model,
+            self.optimizer,
+            step=step,
+            extra={"options": {name: getattr(self.args, name) for name in OPTIONS},
+                   **vars(self.run)},
+        ).wait()
         self.ranks.say(f"step {step}: saved {where}{then}")
 
     def finish(self, tape: Ledger) -> None:
@@ -765,8 +779,9 @@ def take_up(args: argparse.Namespace, ranks: Ranks) -> Path | None:
     """
     if args.resume not in ("auto", "no"):
         return Path(args.resume)
-    looks = not ranks.rank and args.resume == "auto"
-    found, problem = ranks.gather(look_for_checkpoint(args) if looks else (None, ""))[0]
+    # Rank 0 alone looks.
+    found, problem = ranks.gather(
+        (None, "") if ranks.rank or args.resume == "no" else look_for_checkpoint(args))[0]
     if problem:
         raise ValueError(problem)
     return found

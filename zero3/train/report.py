@@ -110,10 +110,6 @@ def draw_loss(losses: list[float],
     * `held_out` has pairs of step and bits per byte
     """
     reach = len(losses) // 80
-    smooth = [
-        statistics.fmean(losses[max(0, i - reach) : i + reach + 1])
-        for i in range(len(losses))
-    ]
     steps = range(1, len(losses) + 1)
     fig = _figure(caption, 8, [4.5])
     (ax,) = fig.axes
@@ -123,7 +119,8 @@ def draw_loss(losses: list[float],
         label="training, each step",
     )
     ax.plot(
-        steps, smooth,
+        steps,
+        [statistics.fmean(losses[max(0, i - reach) : i + reach + 1]) for i in range(len(losses))],
         color=NEUTRAL["fg"], linewidth=2,
         label=f"training, mean of {2 * reach + 1}",
     )
@@ -244,8 +241,7 @@ def _draw_memory(ax: Axes,
             color=color, fontsize=8, va=side,
             transform=ax.get_yaxis_transform(),
         )
-    top = max(*live, *(level / MIB for level, *_ in levels))
-    ax.set(ylim=(0, top * 1.08))
+    ax.set(ylim=(0, 1.08 * max(*live, *(level / MIB for level, *_ in levels))))
 
 
 def _draw_layers(ax: Axes, events: list[Event]) -> None:
@@ -253,24 +249,23 @@ def _draw_layers(ax: Axes, events: list[Event]) -> None:
     #### A bar for each span of each layer
     """
     layers = list(dict.fromkeys(e.layer for e in events))
-    names = list(STYLES)
     found = list(spans(events))
     for layer, name, first, last in found:
         color, height, below, _ = STYLES[name]
         ax.barh(
             layers.index(layer) + below, last - first,
             left=first + 1, height=height,
-            color=color, zorder=2 + names.index(name),
+            color=color, zorder=2 + [*STYLES].index(name),
         )
     ax.set_yticks(range(len(layers)), layers, fontsize=8)
     ax.invert_yaxis()
     ax.set(xlabel="events of one step, in order", xlim=(0, len(events) + 1))
     drawn = {name for _, name, _, _ in found}
-    patches = [
-        Patch(color=color, label=text)
-        for name, (color, _, _, text) in STYLES.items()
-        if name in drawn]
     ax.legend(
-        handles=patches, fontsize=8, frameon=False,
+        handles=[
+            Patch(color=color, label=text)
+            for name, (color, _, _, text) in STYLES.items()
+            if name in drawn],
+        fontsize=8, frameon=False,
         loc="lower left", bbox_to_anchor=(1, 0),
     )
