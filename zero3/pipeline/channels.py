@@ -152,16 +152,18 @@ class Channels:
         description = pickle.dumps(pytree.tree_map(self._described, value))
         tensors = [to_send(leaf) for leaf in pytree.tree_leaves(value)
                    if isinstance(leaf, torch.Tensor)]
-        is_known = self._descriptions.get(action[:2]) == description
+        # Nothing, if the receiver has it.
+        told = torch.tensor(
+            [] if self._descriptions.get(action[:2]) == description else [*description],
+            dtype=torch.uint8,
+            device="cpu")
         self._descriptions[action[:2]] = description
-        told = torch.tensor([] if is_known else [*description],
-                            dtype=torch.uint8, device="cpu")
         row = torch.tensor([KINDS.index(action.kind), *action[1:], len(told)],
                            device="cpu")
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.pop(0)
-        way = (action.is_gradient, self.line.rank < to)
-        for group, parts in ((self.control, (row, told)), (self.data[way], tensors)):
+        for group, parts in ((self.control, (row, told)),
+                             (self.data[action.is_gradient, self.line.rank < to], tensors)):
             for tensor in parts:
                 self._isend(tensor, to, group, action.is_gradient)
         nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -202,8 +204,12 @@ class Channels:
             found = torch.empty(like.shape, dtype=like.dtype,
                                 device=self.device)
             if found.numel():
-                group = self.data[gradients, source < self.line.rank]
-                self._wait(*self._start(dist.irecv, found, source, group, gradients))
+                self._wait(*self._start(
+                    dist.irecv,
+                    found,
+                    source,
+                    self.data[gradients, source < self.line.rank],
+                    gradients))
             return found.requires_grad_(like.requires_grad)
 
         return pytree.tree_map_only(torch.Tensor, arrived, self._descriptions[action[:2]])
@@ -224,11 +230,13 @@ class Channels:
             if not knows:
                 store.wait(["first error"], _CAUSE_WAIT)
             first = store.compare_set("first error", "", text).decode()
-        row = torch.tensor([_FAULT, 0, 0, 0], device="cpu")
         for to in {*range(self.line.size)} - {self.line.rank}:
             for gradients in (False, True):
                 with suppress(RuntimeError):
-                    self._isend(row, to, self.control, gradients)
+                    self._isend(torch.tensor([_FAULT, 0, 0, 0], device="cpu"),
+                                to,
+                                self.control,
+                                gradients)
         # Others wait for these messages, even if the pipeline is gone.
         in_flight.begin(self)
         in_flight.lose(self)

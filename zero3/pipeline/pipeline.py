@@ -124,14 +124,18 @@ class Pipeline(ShardedModel):
         self.across = Communicator(groups_of(mesh["pipeline"]))
         self.ranks = self.across.group.size
         self.place = self.across.group.rank
-        told: dict[str, object] = {
+        told = self.across.gather({
             **{f"`{name}`": (tuple(tensor.shape), tensor.dtype)
                for kind in ("named_parameters", "named_buffers")
                for tensor, names in names_of(layers, kind).items() for name in names},
-            "number of layers": len(layers), "`stages`": stages, "`per_rank`": per_rank,
-            "`schedule`": schedule, "`micro_batches`": micro_batches, "`gathers`": gathers}
-        same(f"rank {self.across.global_rank}: the pipeline", self.across.ranks,
-             self.across.gather(told), "build it alike on all ranks", ValueError)
+            "number of layers": len(layers),
+            "`stages`": stages,
+            "`per_rank`": per_rank,
+            "`schedule`": schedule,
+            "`micro_batches`": micro_batches,
+            "`gathers`": gathers})
+        same(f"rank {self.across.global_rank}: the pipeline", self.across.ranks, told,
+             "build it alike on all ranks", ValueError)
         plan = Plan(layers, self.ranks, balanced(layers, self.ranks * per_rank)
                     if stages is None else stages)
         self.count = len(plan.counts)
@@ -208,12 +212,14 @@ class Pipeline(ShardedModel):
 
         So it is an error if a layer of this rank uses one without registering it.
         """
-        cure = ("register the parameter in each layer that uses it, `head.weight = "
-                "embedding.weight`; then it is tied")
         for p, names in plan.names.items():
             if plan.owners[layer_of(names[0])] != self.place and p not in plan.tied:
                 p.data = torch.empty(0, dtype=p.dtype, device=p.device)
-                p.__class__ = FreedParameter.named(self._first, names[0], cure)
+                p.__class__ = FreedParameter.named(
+                    self._first,
+                    names[0],
+                    "register the parameter in each layer that uses it, `head.weight = "
+                    "embedding.weight`; then it is tied")
 
     def named_layers(self) -> Iterator[tuple[str, Sharded]]:
         """
@@ -613,8 +619,8 @@ class _Batch:
         """
         ### Use the shard of the tied weights that the first stage has sent
         """
-        (tied,) = self.pipeline.tied
-        for flat, shard in zip(tied.flats, self._receive(action), strict=True):
+        flats = self.pipeline.tied[0].flats
+        for flat, shard in zip(flats, self._receive(action), strict=True):
             flat.shard.requires_grad_(shard.requires_grad)
             # `.data`, because `full_params(writeback=True)` refuses shards that have changed.
             flat.shard.data.copy_(shard)

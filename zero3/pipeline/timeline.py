@@ -105,8 +105,10 @@ def timeline(lists: list[list[Action]], forward: float = 1, backward: float = 1
     try:
         for action in TopologicalSorter(waits).static_order():
             start = max((found[each].end for each in waits[action]), default=0)
-            length = forward if action.kind == "forward" else backward
-            found[action] = Pass(start, start + length, action)
+            found[action] = Pass(
+                start,
+                start + (forward if action.kind == "forward" else backward),
+                action)
     except (CycleError, KeyError) as error:
         raise RuntimeError(
             "the schedule does not end. Expected: lists in which some rank can go on. Got: "

@@ -237,9 +237,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description="Train a byte-level GPT, sharded over all ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for name, (kind, default, _, _, text) in NUMBERS.items():
-        parser.add_argument(option(name), type=kind, default=default, help=text)
-    for name, settings in OTHERS.items():
+    numbers = {name: {"type": kind, "default": default, "help": text}
+               for name, (kind, default, _, _, text) in NUMBERS.items()}
+    for name, settings in (numbers | OTHERS).items():
         parser.add_argument(option(name), **settings)
     return parser.parse_args(argv)
 
