@@ -410,13 +410,15 @@ class Job:
         Returns the exit code.
         """
         try:
-            # Paths may differ between machines.
-            mine = {
-                option(name): value
-                for name, value in vars(self.args).items()
-                if name not in ("text", "out", "offload_folder", "resume")}
-            same("the ranks have different options", range(self.ranks.world_size),
-                 self.ranks.gather(mine), "start all machines with the same command", ValueError)
+            same("the ranks have different options",
+                 range(self.ranks.world_size),
+                 # Paths may differ between machines.
+                 self.ranks.gather({
+                     option(name): value
+                     for name, value in vars(self.args).items()
+                     if name not in ("text", "out", "offload_folder", "resume")}),
+                 "start all machines with the same command",
+                 ValueError)
             self.begin()
         except ValueError as error:
             # Every rank has raised it.
@@ -454,9 +456,9 @@ class Job:
         expect(step + 1 != self.args.steps, "too few steps are left",
                "none, or at least 2, because the last one is recorded", f"1, from {found}",
                "raise --steps")
-        where = f"resumes from {found}"
-        if step >= self.args.steps:
-            where = f"{found} is the end of this run; `--resume no` starts it over"
+        is_end = step >= self.args.steps
+        where = (f"{found} is the end of this run; `--resume no` starts it over" if is_end
+                 else f"resumes from {found}")
         self.ranks.say(f"step {step}: {where}")
 
     def build(self) -> None:
@@ -515,13 +517,11 @@ class Job:
         ### How layers travel between the ranks
         """
         args = self.args
-        mesh = None
         groups = args.replicas * args.nodes
-        if groups > 1:
-            mesh = torch.distributed.init_device_mesh(
-                self.ranks.device.type,
-                (groups, self.ranks.world_size // groups),
-                mesh_dim_names=("nodes" if args.nodes > 1 else "replicate", "shard"))
+        mesh = None if groups == 1 else torch.distributed.init_device_mesh(
+            self.ranks.device.type,
+            (groups, self.ranks.world_size // groups),
+            mesh_dim_names=("nodes" if args.nodes > 1 else "replicate", "shard"))
         return Links(mesh, ENCODINGS.get(args.gather_bits), ENCODINGS.get(args.reduce_bits),
                      args.secondary)
 
@@ -645,11 +645,13 @@ class Job:
             generator=torch.Generator().manual_seed(self.args.seed),
             device=self.ranks.device,
         ).decode(errors="replace")
-        sizes = None
-        if self.compression is not None:
-            sizes = compressed.finish(
-                self.model, self.config, self.args.compress, self.args.steps, self.held_out_loss,
-                None if self.ranks.rank else Path(self.args.out))
+        sizes = None if self.compression is None else compressed.finish(
+            self.model,
+            self.config,
+            self.args.compress,
+            self.args.steps,
+            self.held_out_loss,
+            None if self.ranks.rank else Path(self.args.out))
         plain = data_parallel(describe(self.model), self.ranks.world_size, mixed=True).as_dict()
         if self.ranks.rank:
             return

@@ -114,9 +114,8 @@ def my_device() -> torch.device:
     """
     ## The device of this rank, for use in a worker
     """
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    on_gpu = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -246,16 +245,18 @@ class Ranks:
         Each rank of a machine gets the GPU with its local number. Raises `ValueError` if there are
         too few.
         """
-        rank = int(os.environ.get("RANK", 0))
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
         gpus = torch.cuda.device_count()
-        if wanted == "cpu" or (wanted == "auto" and not gpus):
-            return cls(rank, world_size, torch.device("cpu"))
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        fewer = f"start with --nproc_per_node={gpus}, or " if gpus else ""
-        expect(here <= gpus, "there are more ranks than GPUs",
-               f"at most {gpus} ranks on this machine", here, f"{fewer}train with --device cpu")
-        return cls(rank, world_size, torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))))
+        device = torch.device("cpu")
+        if wanted == "cuda" or (wanted == "auto" and gpus):
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            fewer = f"start with --nproc_per_node={gpus}, or " if gpus else ""
+            expect(here <= gpus, "there are more ranks than GPUs",
+                   f"at most {gpus} ranks on this machine", here, f"{fewer}train with --device cpu")
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        return cls(
+            int(os.environ.get("RANK", 0)),
+            int(os.environ.get("WORLD_SIZE", 1)),
+            device)
 
     def connect(self, store: dist.Store, timeout_s: float) -> None:
         """

@@ -96,8 +96,8 @@ def _difference(measured: int, predicted: int | None) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    cpu = f"CPU {platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    return (torch.cuda.get_device_name(device) if device.type == "cuda" else
+            f"CPU {platform.processor() or platform.machine()}, {os.cpu_count()} cores")
 
 
 def draw_loss(losses: list[float],
