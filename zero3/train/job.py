@@ -655,8 +655,7 @@ class Job:
         plain = data_parallel(describe(self.model), self.ranks.world_size, mixed=True).as_dict()
         if self.ranks.rank:
             return
-        self.ranks.say(f"\n{sample}\n")
-        self.ranks.say(report.table(predicted, plain, held))
+        self.ranks.say(f"\n{sample}\n\n{report.table(predicted, plain, held)}")
         metrics = self.metrics(report.device_name(self.ranks.device)) | {
             "sample": sample,
             "measured": held,
