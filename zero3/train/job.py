@@ -9,6 +9,9 @@ optimizer calls backward.
 step. The table at the end of the run says `equal`. Nodes, replicas, encodings, Muon, the traffic of
 files, and some bytes of `--compress` are measured only.
 
+`Run` keeps the figures of a run, which go into its checkpoints, and `take_up` finds the checkpoint
+to resume from.
+
 $$\text{predicted} = \text{measured} \qquad \text{at rest, at the peak, and between ranks}$$
 
 **Run this**: `make train`, or `torchrun --nproc_per_node=2 -m zero3.train --help` for the options.
