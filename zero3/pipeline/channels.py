@@ -271,7 +271,7 @@ class Channels:
                            self.control,
                            gradients)
 
-    def _start(self, call: Callable[..., Any],
+    def _start(self, call: Callable,
                tensor: torch.Tensor,
                other: int,
                group: Group,
