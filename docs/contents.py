@@ -133,7 +133,6 @@ PATH = (
          "collectives that overlap computation"),
         ("zero3/comm/reducer.py", "the reduce of a layer, while the next one goes backward"),
         ("zero3/comm/order.py", "all ranks alike, or an error on all of them"),
-        ("zero3/in_flight.py", "memory in flight, and who may free it"),
         ("zero3/comm/leaving.py", "the end of a program: gloo's threads end first"),
         ("notebooks/02_collectives.ipynb", "How much does each collective send?")),
     chapter(

@@ -1,7 +1,7 @@
 """
 # No memory is freed while something uses it: a second look, in every rank of the tests
 
-`watch()` knows nothing of `zero3.in_flight`. It wraps what starts something asynchronous: messages,
+`watch()` knows nothing of `InFlight`. It wraps what starts something asynchronous: messages,
 collectives, blocks of files. Each notes the storages that it uses until its wait has returned, or
 until nobody has its handle any more, because gloo has forgotten them then. To resize a storage that
 is noted is a violation, whatever the timing was.

@@ -45,7 +45,7 @@ from torch.optim import optimizer as torch_optimizer
 import zero3
 from tests import in_flight
 from zero3.checkpoint import reader
-from zero3.in_flight import in_flight as owner_of_memory
+from zero3.flat import in_flight as owner_of_memory
 from zero3.train import launch
 
 # What every rank imports, imported once. `preload` adds what the tests that are to run need.

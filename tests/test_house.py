@@ -35,7 +35,7 @@ from zero3.whole_model.units import Unit
 PACKAGE = Path(__file__).parents[1] / "zero3"
 # From the ground up: a file imports only files of its own row or of rows above it.
 ROWS = (
-    {"guards", "in_flight", "minimal", "__init__"},
+    {"guards", "minimal", "__init__"},
     {"gradients", "flat", "watch"},
     {"comm"},
     {"offload"},
@@ -274,7 +274,7 @@ def test_whoever_opens_the_package_sees_the_tutorial_first():
     """
     files = {path.stem for path in PACKAGE.glob("*.py")}
     assert files == {"__init__", "minimal", "layer", "flat", "watch", "schedule", "sharded",
-                     "gradients", "in_flight"}
+                     "gradients"}
 
 
 def asked_alone():

@@ -12,7 +12,7 @@ from torch import nn
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.comm.collectives import Communicator
-from zero3.in_flight import InFlight, in_flight
+from zero3.flat import InFlight, in_flight
 
 WEIGHTS = 4 * 3 * 4 * 4  # bytes of a layer of 4 x 4 weights, of which each of three ranks has a row
 

@@ -355,7 +355,7 @@ def test_ranks_with_different_buffers_are_told_so(what):
     """
     Breaks if ranks compare parameters alone: rank 0 would send eight numbers into four, or the
     bytes of floats into integers, and a rank without the buffer would never receive them.
-    Proves `Communicator.open`, `check_params`, `compare_params`, `find_buffers`.
+    Proves `Communicator.open`, `check_params`, `compare_params`.
     """
     for rank, text in enumerate(run(differ_in_a_buffer, 2, what)):
         assert f"rank {rank}: Sequential differs between ranks" in text

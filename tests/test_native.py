@@ -29,7 +29,7 @@ from zero3.comm.order import Group
 from zero3.compiler.model import compile
 from zero3.estimate.ledger import Ledger
 from zero3.estimate.predict import predict_optimizer
-from zero3.in_flight import in_flight
+from zero3.flat import in_flight
 from zero3.inject.line import Line
 from zero3.train import launch
 

@@ -16,7 +16,6 @@ of the book (`docs/`).
 | 6 | `comm/collectives.py` | collectives that overlap computation |
 | 6 | `comm/reducer.py` | the reduce of a layer, while the next one goes backward |
 | 6 | `comm/order.py` | all ranks alike, or an error on all of them |
-| 6 | `in_flight.py` | memory in flight, and who may free it |
 | 6 | `comm/leaving.py` | the end of a program: gloo's threads end first |
 | 7 | `optimizer/stage3.py` | `Zero3Optimizer`: loss scale, clipping, the step |
 | 7 | `optimizer/buckets.py` | small layers share a reduce-scatter |

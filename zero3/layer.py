@@ -36,12 +36,12 @@ Models](https://arxiv.org/abs/1910.02054), sections 5.3 and 7.2.2.
 backward, reduce. Four methods call `_settle_at_end_of_backward`, which has autograd call `settle`
 when the pass ends; *end of backward* says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and headings give the
-standard terms. The parts of a layer are in `flat.py`, `watch.py`, `schedule.py`, `comm/` and
-`in_flight.py`. `Sharded`, the base class in `sharded.py`, has `flats`, and what users call outside
-the training step. Two flags come from its own base class, `Guarded` in `guards/guarded.py`:
-`is_fetched`, from the start of a gather until the layer is freed, and `is_full_elsewhere`, inside
-`full_params()`. `guards` refuse mistakes (see `guards/moments.py`). An "I2" in a docstring is an
-invariant that `zero3/__init__.py` lists.
+standard terms. The parts of a layer are in `flat.py`, `watch.py`, `schedule.py` and `comm/`.
+`Sharded`, the base class in `sharded.py`, has `flats`, and what users call outside the training
+step. Two flags come from its own base class, `Guarded` in `guards/guarded.py`: `is_fetched`, from
+the start of a gather until the layer is freed, and `is_full_elsewhere`, inside `full_params()`.
+`guards` refuse mistakes (see `guards/moments.py`). An "I2" in a docstring is an invariant that
+`zero3/__init__.py` lists.
 
 **Run this**: `make train` trains a small transformer on two ranks, and compares the memory and the
 communication of each rank with these formulas.
@@ -61,9 +61,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.collectives import ALONE, Transfer
 from zero3.comm.reducer import Reducer
-from zero3.flat import FlatParameter, NamedParams, alike, find_buffers, find_params, hide_params
+from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, in_flight
 from zero3.guards.moments import guards, own_modules
-from zero3.in_flight import in_flight
 from zero3.schedule import Chain, Schedule
 from zero3.sharded import Sharded, ShardedModel, communicator, storage_factory
 from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in
@@ -126,7 +125,8 @@ class Zero3Layer(Sharded):
 
         guards.check_module(self, module)
         params = find_params(module)
-        buffers = find_buffers(module)
+        buffers = {prefix + name: buffer for prefix, child in own_modules(module)
+                   for name, buffer in child._buffers.items()}
         self.device = self.comm.open(self, params, buffers, device, dtype)
         # The shards, one for each flat parameter. labml calls them chunks.
         self.chunk = nn.ParameterList()
@@ -267,7 +267,7 @@ class Zero3Layer(Sharded):
 
         Runs after forward, and in backward after the last gradient. It first waits for an
         all-gather in flight, which writes into this memory. After an error on any rank that
-        gather cannot finish, so the memory is kept (see `in_flight.py`).
+        gather cannot finish, so the memory is kept (see `InFlight`).
         """
         self.kept_for = None
         if self.holders or not self.is_fetched:

@@ -15,8 +15,7 @@ from docs import boxes, example
 from docs.boxes import STAGES, STRIPS, Layout, Picture, number
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, save
 from zero3.comm.collectives import Communicator
-from zero3.flat import FlatParameter
-from zero3.in_flight import InFlight
+from zero3.flat import FlatParameter, InFlight
 from zero3.train import launch
 from zero3.train.report import COLORS
 

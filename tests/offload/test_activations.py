@@ -43,7 +43,7 @@ from zero3 import (
 from zero3.compression import Prune, compress
 from zero3.estimate.ledger import Ledger
 from zero3.estimate.saved import Moved, activations, gpt2_bytes
-from zero3.in_flight import in_flight
+from zero3.flat import in_flight
 from zero3.inject import inject, policies
 from zero3.offload.activations import Activations, Copy, Forward, bring_back, order
 from zero3.offload.disk import File

@@ -37,7 +37,7 @@ from zero3.checkpoint.formats import from_dcp
 from zero3.checkpoint.reader import CheckpointReader, decode, newest
 from zero3.comm.collectives import _ORDER_TAG
 from zero3.estimate.ledger import Ledger
-from zero3.in_flight import in_flight
+from zero3.flat import in_flight
 from zero3.inject import inject, policies
 from zero3.optimizer.stage3 import plain_paths
 from zero3.optimizer.whole import Matrices, assign, cost, in_rounds, looks_at

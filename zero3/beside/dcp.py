@@ -58,7 +58,7 @@ from zero3.checkpoint.formats import DcpFolder, dcp_state, flat_entry, name_and_
 from zero3.checkpoint.reader import CheckpointReader, Listing, Param, encode, errors_name
 from zero3.checkpoint.save_load import all_here, load_from
 from zero3.comm.parts import inside, length
-from zero3.in_flight import in_flight
+from zero3.flat import in_flight
 from zero3.offload.tensors import Broken
 from zero3.optimizer.states import Here
 from zero3.whole_model.materialise import agreed

@@ -77,9 +77,9 @@ from torch import nn
 from torch.profiler import record_function
 
 from zero3.comm.order import Counted, Group, Peers, Sender
+from zero3.flat import in_flight
 from zero3.guards.moments import ACTIONS, ALONE, guards
 from zero3.guards.options import expect
-from zero3.in_flight import in_flight
 
 # torch 2.13 has new names for these two, and 2.11 has only the old ones.
 _NEW = hasattr(dist, "all_gather_single")
@@ -405,7 +405,7 @@ class Communicator(Peers):
         ### Send nothing new from now on: each later transfer raises an error with this reason
 
         What is in flight keeps its memory, because the other ranks may still send to it, or wait
-        for it (see `in_flight.py`).
+        for it (see `InFlight`).
         """
         self.broken = self.broken or reason
         for user in list(in_flight.users):

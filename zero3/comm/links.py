@@ -85,8 +85,8 @@ from zero3.comm.collectives import Communicator, Pairs, Transfer
 from zero3.comm.encodings import Encoding, is_encoding
 from zero3.comm.mesh import groups_of, wait_as_long
 from zero3.comm.order import Group, Sender
+from zero3.flat import in_flight
 from zero3.guards.options import expect
-from zero3.in_flight import in_flight
 from zero3.watch import in_backward
 
 

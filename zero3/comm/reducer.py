@@ -32,8 +32,7 @@ import torch
 
 from zero3.comm.collectives import Communicator, Pairs, Transfer
 from zero3.comm.order import Sender
-from zero3.flat import GradientSink, Names
-from zero3.in_flight import in_flight
+from zero3.flat import GradientSink, Names, in_flight
 
 
 class Reducer:

@@ -35,9 +35,8 @@ from pathlib import Path
 
 import torch
 
-from zero3.flat import Storage
+from zero3.flat import Storage, in_flight
 from zero3.guards.moments import Guarded
-from zero3.in_flight import in_flight
 from zero3.offload.disk import ALIGN_BYTES, File, aligned, whole_blocks
 
 # Files that stay free, for a checkpoint for instance.

@@ -60,12 +60,11 @@ import torch
 from torch import nn
 
 from zero3.comm.encodings import Encoding, is_encoding
-from zero3.flat import CURE, Storage, StorageFactory
+from zero3.flat import CURE, Storage, StorageFactory, in_flight
 from zero3.guards.freed import FreedParameter
 from zero3.guards.moments import Guarded
 from zero3.guards.options import expect, whole
 from zero3.guards.room import check_room, check_step
-from zero3.in_flight import in_flight
 from zero3.offload.disk import ALIGN_BYTES
 from zero3.offload.in_file import Buffers, InFile
 
