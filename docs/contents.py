@@ -185,10 +185,8 @@ FURTHER = (
     chapter(
         "Groups and links",
         "models on some of the ranks, replicas, nodes, and fewer bytes between them",
-        ("zero3/comm/mesh.py",
-         "a model on some of the ranks, and replicas"),
         ("zero3/comm/links.py",
-         "`Links`: fewer bytes between nodes"),
+         "`Links`: groups of ranks, and fewer bytes between nodes"),
         ("zero3/comm/encodings.py", "`Int8` and `Int4`: numbers in fewer bytes"),
         ("zero3/comm/parts.py", "which part of a weight a rank has"),
         ("notebooks/09_groups_of_ranks.ipynb", "How few bytes have to cross a slow link?")),

@@ -83,7 +83,7 @@ PLACED: tuple[tuple[str, str, str, str], ...] = (
     ("inject/tensor.py", "", "<strong>Run this", "bench.tensor"),
     ("inject/tensor.py", "", "all-reduce</td>", "ranks.tensor"),
     ("comm/links.py", "", "<em>gather across</em>", "ranks.links"),
-    ("comm/mesh.py", "", "reduce-scatter</td>", "ranks.mesh"),
+    ("comm/links.py", "groups_of", "reduce-scatter</td>", "ranks.mesh"),
     ("compression/thresholds.py", "", "second digits", "ranks.thresholds"),
     ("compiler/model.py", "", "<strong>What it gains", "bench.compile"),
     *(("compiler/passes.py", name, "", f"pass.{name}") for name in compiled.CAPTIONS),

@@ -159,7 +159,7 @@ def mesh() -> str:
     rows = hybrid_rows()
     return drawn("Hybrid sharding on two replicas of two ranks", rows, (
         f"Parameters never cross the link, and gradients do so when they are sums already: "
-        f"{crossing(rows)} elements. Drawn from the formulas of zero3/comm/mesh.py."))
+        f"{crossing(rows)} elements. Drawn from the formulas of zero3/comm/links.py."))
 
 
 def split_rows() -> list[Row]:

@@ -12,7 +12,7 @@
 # link may be ten times slower than inside one. How few bytes have to cross it?
 #
 # Torch arranges the ranks in a *mesh*, a table whose dimensions have names. A mesh tells `zero3`
-# [which ranks share a model](../zero3/comm/mesh.py#groups-of-ranks), and
+# [which ranks share a model](../zero3/comm/links.py#groups-of-ranks), and
 # [`Links`](../zero3/comm/links.py#links-a-mesh-and-how-layers-travel-over-it) says how layers
 # travel over it.
 #

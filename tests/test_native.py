@@ -24,7 +24,7 @@ from tests.streams import Accelerator
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, load, save, wrap
 from zero3.comm import collectives as wires
 from zero3.comm.collectives import Communicator, streams
-from zero3.comm.mesh import groups_of
+from zero3.comm.links import groups_of
 from zero3.comm.order import Group
 from zero3.compiler.model import compile
 from zero3.estimate.ledger import Ledger

@@ -35,8 +35,7 @@ of the book (`docs/`).
 | more | `checkpoint/entries.py` | the contents of a checkpoint |
 | more | `checkpoint/formats.py` | formats of other libraries |
 | more | `checkpoint/convert.py` | converting between them |
-| more | `comm/mesh.py` | a model on some of the ranks, and replicas |
-| more | `comm/links.py` | `Links`: fewer bytes between nodes |
+| more | `comm/links.py` | `Links`: groups of ranks, and fewer bytes between nodes |
 | more | `comm/encodings.py` | `Int8` and `Int4`: numbers in fewer bytes |
 | more | `comm/parts.py` | which part of a weight a rank has |
 | more | `estimate/ledger.py` | `Ledger`: measured bytes |

@@ -97,7 +97,7 @@ class Zero3Layer(Sharded):
         * `device` defaults to where the parameters are
         * `dtype` is the data type of all parameters; left out, a layer may mix data types
         * `offload` says where the shards rest, as an `Offload` or as "cpu"; left out, on the device
-        * `mesh` has the ranks that share the layer, as a mesh or as `Links` (see `comm/mesh.py` and
+        * `mesh` has the ranks that share the layer, as a mesh or as `Links` (see
           `comm/links.py`); left out, all ranks share it
         * `activations` says where the tensors go that autograd saves in the layer, as an `Offload`,
           as "cpu" or as `Activations`; left out, they stay (see `offload/activations.py`)

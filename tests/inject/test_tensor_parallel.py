@@ -36,7 +36,7 @@ from tests.ranks import run
 from zero3 import Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
 from zero3.checkpoint.convert import export
 from zero3.checkpoint.reader import Param, merge_parts, newest
-from zero3.comm.mesh import groups_of
+from zero3.comm.links import groups_of
 from zero3.comm.order import Group
 from zero3.comm.parts import WeightPart, part_of
 from zero3.compression import Quantize, compress

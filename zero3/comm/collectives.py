@@ -695,7 +695,7 @@ class Transfer(Counted):
         ### Wait for messages within the group's timeout, and have a stream wait for collectives
 
         Without a limit gloo waits as long as it was told when the group was made: half an hour, if
-        a mesh made it (see `mesh.py`).
+        a mesh made it (see `wait_as_long`).
         """
         for work in works:
             if self.comm.by_messages:

@@ -2,13 +2,15 @@ r"""
 # Links: nodes, copies inside a node, and fewer bytes between them
 
 `Links` says over which mesh layers travel, in which encoding, and how often between nodes.
-`LinkedCommunicator` sends them that way.
+`LinkedCommunicator` sends them that way. `groups_of` turns the mesh into groups of ranks, which may
+also be replicas.
 
 A machine is a *node*. The link between nodes is slow, and ZeRO-3 sends three times the model over
-it in a step: weights for forward, weights for backward, gradients. Hybrid sharding (`mesh.py`)
-avoids the first two and pays with memory. Here the model stays sharded over all ranks, and each of
-the three becomes cheaper. The ideas are those of [MiCS](https://arxiv.org/abs/2205.00119), section
-3.3, and [ZeRO++](https://arxiv.org/abs/2306.10209), section 3:
+it in a step: weights for forward, weights for backward, gradients. Hybrid sharding (see
+`groups_of`) avoids the first two and pays with memory. Here the model stays sharded over all ranks,
+and each of the three becomes cheaper. The ideas are those of
+[MiCS](https://arxiv.org/abs/2205.00119), section 3.3, and
+[ZeRO++](https://arxiv.org/abs/2306.10209), section 3:
 
 | | name in the papers | what it does | between nodes |
 |---|---|---|---|
@@ -56,12 +58,15 @@ way to a rank of the node, and once as a node's sum. In a ring it would be round
 gradients go by all-to-all.
 
 **Run this**: `make train ARGS="--gather-bits 8 --reduce-bits 4"` trains with rounded weights and
-gradients; `make bench ARGS=--nodes` measures two nodes with a slow link between them.
+gradients; `make bench ARGS=--nodes` measures two nodes with a slow link between them;
+`python -m pytest tests/comm/test_groups.py` tries other meshes.
 
 **Not covered, and what that costs**: replicas that span several nodes. Every micro-batch gathers
 its weights from the other nodes again. With torch's reentrant checkpointing layers gather across
 nodes in backward too. An infinite weight, as in a frozen mask, makes its neighbours infinite or
-NaN; make it a buffer.
+NaN; make it a buffer. Each rank of the run has to build every mesh, also those that it is not in.
+On the CPU the sums of the other replicas take memory until they are added, as many times the shard
+as there are replicas.
 """
 
 from __future__ import annotations
@@ -78,16 +83,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm import collectives
 from zero3.comm.collectives import Communicator, Pairs, Transfer
 from zero3.comm.encodings import Encoding, is_encoding
-from zero3.comm.mesh import groups_of, wait_as_long
-from zero3.comm.order import Group, Sender
+from zero3.comm.order import Group, Sender, timeout_of
 from zero3.flat import in_flight
 from zero3.guards.options import expect
 from zero3.watch import in_backward
+
+# How long a group waits if nobody has set its time-out.
+TORCHS_TIMES = (default_pg_timeout, default_pg_nccl_timeout)
 
 
 @dataclass(frozen=True)
@@ -467,13 +475,19 @@ class LinkedCommunicator(Communicator):
                 self._all_to_all(transfer, group, received, coded)
             else:
                 received = coded.repeat(group.size, 1)
-                self.send(transfer, group, received, received[group.rank],
+                self.send(transfer,
+                          group,
+                          received,
+                          received[group.rank],
                           collectives.all_gather_single)
                 transfer.count(group, coded.nbytes)
             return received
         received = rows.new_empty(group.size, len(total)) if self.by_messages else total
         to_all = group is self.replicas
-        self.send(transfer, group, received, rows,
+        self.send(transfer,
+                  group,
+                  received,
+                  rows,
                   _all_reduce if to_all else collectives.reduce_scatter_single)
         if to_all and not self.by_messages:
             # NCCL's ring sends $2 (R-1) / R$ times the bytes.
@@ -511,3 +525,99 @@ def _all_reduce(total: torch.Tensor, _: torch.Tensor, **kwargs: Any) -> dist.Wor
     #### All-reduce in place, called as the other collectives of `Communicator.send`
     """
     return collectives.all_reduce(total, **kwargs)
+
+
+# ------------------------------------------------------------------------------ groups of ranks
+
+
+def groups_of(mesh: DeviceMesh) -> tuple[Group, ...]:
+    r"""
+    ## Groups of ranks
+
+    Returns the groups of a mesh, torch's table of ranks: first the ranks that are near, then those
+    along the other dimension.
+
+    * `mesh` has one dimension; or two, ("replicate", "shard") or ("nodes", "shard")
+
+    Raises `TypeError` if it is no mesh, and `ValueError` if it has other dimensions or other ranks,
+    or if its ranks are not ascending.
+
+    With a mesh some ranks of a run can share a model. Here four ranks train two models:
+
+    | mesh | ranks of the model | place of rank 2 | a shard is |
+    |---|---|---|---|
+    | none | 0 1 2 3 | number 2 of 4 | a quarter |
+    | `DeviceMesh("cpu", [0, 1])` | 0 1 | nobody | half |
+    | `DeviceMesh("cpu", [2, 3])` | 2 3 | number 0 of 2 | half |
+
+    A rank's place in the group says which part of each flat parameter it keeps. Its *global rank*
+    is the number that torchrun and errors use. Wherever another chapter says rank 0, it is the
+    first rank of the mesh.
+
+    **Hybrid sharding.** A mesh ("replicate", "shard") has *replicas* of the model, and each replica
+    is sharded. A gather stays inside one replica, which may be one machine. Between replicas each
+    rank sends only the gradient of its own shard. Three weights on two replicas of two ranks:
+
+    | | rank 0 | rank 1 | rank 2 | rank 3 | |
+    |---|---|---|---|---|---|
+    | shard | 1 2 | 3 0 | 1 2 | 3 0 | ranks 0 and 2 have the same |
+    | gradients | 4 8 12 0 | 8 0 4 0 | 4 0 4 0 | 0 4 0 0 | on each rank's part of the batch |
+    | divide by 4 | 1 2 3 0 | 2 0 1 0 | 1 0 1 0 | 0 1 0 0 | the number of *all* ranks |
+    | reduce-scatter | 3 2 | 4 0 | 1 1 | 1 0 | in 0 1, and in 2 3 |
+    | all-reduce | 4 3 | 5 0 | 4 3 | 5 0 | in 0 2, and in 1 3 |
+
+    With $N$ ranks in each of $R$ replicas, a layer of $P_\ell$ parameters costs
+
+    $$\underbrace{\left\lceil \frac{P_\ell}{N} \right\rceil}_{\text{kept}} \qquad
+    \underbrace{3 (N-1) \left\lceil \frac{P_\ell}{N} \right\rceil}_{\text{sent inside the replica}}
+    \qquad
+    \underbrace{(R-1) \left\lceil \frac{P_\ell}{N} \right\rceil}_{\text{sent to other replicas}}$$
+
+    elements.
+
+    The reduce-scatter of a layer overlaps the backward pass of the layer below, and the all-reduce
+    that of the next one below. NCCL's all-reduce sends $2\frac{R-1}{R}$ times the shard. Replicas
+    add in the same order, so they keep the same bits.
+
+    **Nodes.** A mesh ("nodes", "shard") keeps one model on all ranks, and only says which of them
+    are near.
+    """
+    expect(isinstance(mesh, DeviceMesh), "mesh", "a `torch.distributed.device_mesh.DeviceMesh`",
+           repr(mesh), "pass one, or leave it out to shard over all ranks", TypeError)
+    has_two = mesh.mesh_dim_names in (("replicate", "shard"), ("nodes", "shard"))
+    expect(mesh.ndim == 1 or has_two, "mesh", "one dimension, or two that are named "
+           "('replicate', 'shard') or ('nodes', 'shard')", f"{mesh}", "name the dimensions in this "
+           "order: 'replicate' for copies of the model, 'nodes' for one model on several machines; "
+           "`mesh['shard']` alone trains a model of its own in each group")
+    ranks = mesh.mesh.flatten().tolist()
+    expect(mesh.get_coordinate() is not None, f"rank {dist.get_rank()}",
+           f"one of the ranks of the mesh, {ranks}", "a rank outside of it",
+           "build this model only on the ranks of its mesh")
+    # torch sorts the ranks of a process group.
+    expect(ranks == sorted(ranks), "mesh", "ranks in ascending order", ranks, "sort them")
+    return tuple(_along(mesh, dim) for dim in reversed(range(mesh.ndim)))
+
+
+def _along(mesh: DeviceMesh, dim: int) -> Group:
+    """
+    #### The group of this rank along one dimension of a mesh
+    """
+    where: list[Any] = [*mesh.get_coordinate()]  # type: ignore[misc]
+    place = where[dim]
+    where[dim] = slice(None)
+    process_group = mesh.get_group(dim)
+    wait_as_long(process_group)
+    return Group(tuple(mesh.mesh[tuple(where)].tolist()), place, weakref.ref(process_group))
+
+
+def wait_as_long(process_group: dist.ProcessGroup) -> None:
+    """
+    ## Have a group of some ranks wait as long as that of all ranks
+
+    `init_device_mesh` forgets the `timeout` of `init_process_group`. Its groups would wait for half
+    an hour with gloo, and for ten minutes with NCCL.
+    """
+    for device in process_group._device_types:
+        if timeout_of(process_group, device) in TORCHS_TIMES:
+            backend: Any = process_group._get_backend(device)
+            backend._set_default_timeout(timeout_of(dist.group.WORLD, device))

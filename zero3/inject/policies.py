@@ -42,7 +42,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from zero3.comm.mesh import groups_of
+from zero3.comm.links import groups_of
 from zero3.comm.parts import part_of
 from zero3.guards.moments import is_sharded
 from zero3.guards.options import expect, whole

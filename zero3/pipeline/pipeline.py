@@ -55,7 +55,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from zero3.comm.collectives import ALONE, Communicator, bytes_of
-from zero3.comm.mesh import groups_of
+from zero3.comm.links import groups_of
 from zero3.comm.order import Counted
 from zero3.guards.freed import FreedParameter
 from zero3.guards.options import expect, same
