@@ -197,7 +197,7 @@ MUTATIONS = [
         "no-comparison", "guards/placement.py", "compare_params",
         title="The ranks do not compare their modules",
         old="""\
-    same(f"rank {comm.global_rank}: {who} differs between ranks", comm.ranks,
+    same(f"rank {comm.global_rank}: {owner.label} differs between ranks", comm.ranks,
          [told for told, _ in every],
          "build the same module, in the same order and with the same `Links`, on all ranks")
 """,

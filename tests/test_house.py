@@ -27,7 +27,7 @@ from zero3.compiler.model import CompiledUnit
 from zero3.estimate.ledger import Ledger
 from zero3.flat import GradientSink, Storage, StorageFactory
 from zero3.guards import moments
-from zero3.guards.guarded import Announced, Guarded, Sharers
+from zero3.guards.guarded import Announced, Guarded
 from zero3.guards.options import Named
 from zero3.schedule import Chain, Schedule
 from zero3.whole_model.units import Unit
@@ -308,7 +308,7 @@ def test_each_seam_is_filled_by_parts_of_its_type(tmp_path):
     Whatever the heart and the later chapters hand in at a seam has all that the seam asks for.
     Breaks if a seam asks for more than one of its parts has.
     Proves `Storage`, `GradientSink`, `Schedule`, `Listener`, `Sender`, `Named`, `Reducible`,
-    `Guarded`, `Sharers`, `Announced`, `Schedule.ahead`, `Schedule.stays_full`,
+    `Guarded`, `Announced`, `Schedule.ahead`, `Schedule.stays_full`,
     `ShardStates.__init__`, `StorageFactory`.
     """
     files = Offload("nvme", folder=tmp_path)
@@ -327,7 +327,6 @@ def test_each_seam_is_filled_by_parts_of_its_type(tmp_path):
         Named: [layer, unit, optimizer, model],
         Reducible: [layer, unit],
         Guarded: [layer, unit],
-        Sharers: [layer.comm, unit.comm],
         Announced: [layer.comm.all_gather(layer, [])],
     }
     for seam, filled_by in parts.items():

@@ -79,7 +79,7 @@ from torch.profiler import record_function
 from zero3.comm.order import Counted, Group, Peers, Sender
 from zero3.flat import in_flight
 from zero3.guards.moments import ACTIONS, ALONE, guards
-from zero3.guards.options import expect
+from zero3.guards.options import Named, expect
 
 # torch 2.13 has new names for these two, and 2.11 has only the old ones.
 _NEW = hasattr(dist, "all_gather_single")
@@ -435,7 +435,7 @@ class Communicator(Peers):
         whole.ranks = tuple(rank for ranks in stages.gather(self.ranks) for rank in ranks)
         return whole
 
-    def open(self, sender: Sender,
+    def open(self, sender: Named,
              params: dict[nn.Parameter, tuple[str, ...]],
              buffers: dict[str, torch.Tensor | None],
              device: torch.device | str | None,
@@ -445,7 +445,7 @@ class Communicator(Peers):
 
         Returns the device. Ranks whose parameters differ in order or shape would gather noise.
         """
-        at, self.met = guards.check_params(self, sender.label, params, buffers, device, dtype)
+        at, self.met = guards.check_params(sender, params, buffers, device, dtype)
         self.use(at)
         return at
 

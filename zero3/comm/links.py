@@ -91,7 +91,7 @@ from zero3.comm.collectives import Communicator, Pairs, Transfer
 from zero3.comm.encodings import Encoding, is_encoding
 from zero3.comm.order import Group, Sender, timeout_of
 from zero3.flat import in_flight
-from zero3.guards.options import expect
+from zero3.guards.options import Named, expect
 from zero3.watch import in_backward
 
 # How long a group waits if nobody has set its time-out.
@@ -218,7 +218,7 @@ class LinkedCommunicator(Communicator):
         in_order = tuple(mesh.mesh.t().flatten().tolist())
         return Group(in_order, self.rank, weakref.ref(process_group))
 
-    def open(self, sender: Sender,
+    def open(self, sender: Named,
              params: dict[nn.Parameter, tuple[str, ...]],
              buffers: dict[str, torch.Tensor | None],
              device: torch.device | str | None,

@@ -39,8 +39,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero3.guards.guarded import Guarded, Sharers, is_sharded, own_modules
-from zero3.guards.options import expect
+from zero3.guards.guarded import Guarded, is_sharded, own_modules
+from zero3.guards.options import Named, expect
 
 Layer = TypeVar("Layer", bound=Guarded)
 # By name, because most of them are not installed.
@@ -407,7 +407,7 @@ def check_groups(layers: Iterable[Guarded]) -> None:
                      "without parameters; models on different ranks take an optimizer each")
 
 
-def check_drawn(comm: Sharers, layers: Iterable[Guarded]) -> None:
+def check_drawn(owner: Named, layers: Iterable[Guarded]) -> None:
     """
     ## Refuse the same random numbers in the shards of several ranks
 
@@ -416,7 +416,7 @@ def check_drawn(comm: Sharers, layers: Iterable[Guarded]) -> None:
     # A shard that nobody has written to has the values of before wrapping.
     written = [(layer, flat.shard) for layer in layers for flat in layer.flats
                if type(flat.shard) is nn.Parameter and flat.shard._version]
-    every = comm.group.gather([tuple(shard[:64].tolist()) for _, shard in written])
+    every = owner.comm.group.gather([tuple(shard[:64].tolist()) for _, shard in written])
     for (layer, _), begins in zip(written, zip(*every, strict=False), strict=False):
         # Constants, and patterns of a few numbers, may well be the same.
         drawn = [values for values in begins if len({*values}) > 8]

@@ -21,7 +21,7 @@ time-out.
 
 import torch
 
-from zero3.guards.guarded import ACTIONS, ALONE, Announced, Sharers
+from zero3.guards.guarded import ACTIONS, ALONE, Announced
 
 _LOWER = 0xFFFFFFFF
 
@@ -53,20 +53,20 @@ def diverged(transfer: Announced,
         if row != mine:
             if ACTIONS[row[1]] == "fault":
                 comm.failed = other
-            return (f"{transfer.where}: the ranks diverged. Expected: {told(comm, mine)}, on "
-                    f"all ranks, as here. Got: {told(comm, row)}, on rank {other}. "
+            return (f"{transfer.where}: the ranks diverged. Expected: {told(transfer, mine)}, on "
+                    f"all ranks, as here. Got: {told(transfer, row)}, on rank {other}. "
                     f"What to do: {_cure(transfer.options, mine, row, other)}. Start again.")
     return ""
 
 
-def told(comm: Sharers, row: list[int]) -> str:
+def told(transfer: Announced, row: list[int]) -> str:
     """
     ## What a rank has announced, in words
     """
     idx, number, nbytes, mark = row
     action = ACTIONS[number]
-    name = comm.labels.get(idx, f"layer {idx}")
-    if mark >> 32 not in (comm.met, 0):
+    name = transfer.comm.labels.get(idx, f"layer {idx}")
+    if mark >> 32 not in (transfer.comm.met, 0):
         name = f"layer {idx} of another model"
     elif idx == ALONE:
         name = "the gradients" if action in ("norm", "pieces") else "a layer in no chain"

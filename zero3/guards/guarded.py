@@ -1,9 +1,9 @@
 r"""
 # What guards know of a layer
 
-`Guarded` is a sharded layer, as far as guards and tiers have to know it. `Sharers` are the ranks
-that share it, and `Announced` is a transfer between them. `is_sharded` tells such a layer from a
-plain module, and `own_modules` yields what belongs to it.
+`Guarded` is a sharded layer, as far as guards and tiers have to know it, and `Announced` is a
+transfer between its ranks. `is_sharded` tells such a layer from a plain module, and `own_modules`
+yields what belongs to it.
 
 A module with a plain layer `a` and a sharded layer `b` inside:
 
@@ -24,14 +24,13 @@ $$\text{own modules} = \text{modules inside} - \text{sharded layers and what is 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
 
 from zero3.guards.options import Named
 
-Thing = TypeVar("Thing")
 # What a rank may be about to do. An announcement has the index in this tuple.
 ACTIONS = ("gather", "reduce", "norm", "fault", "exchange", "gather from the node", "pieces",
            "save or load", "gather without rounding")
@@ -92,25 +91,6 @@ class Guarded(nn.Module, Named):
         return tuple(flat.shard._version for flat in self.flats)
 
 
-class Sharers(Protocol):
-    """
-    ## The ranks that share a layer, as far as guards have to know them
-    """
-
-    global_rank: int
-    world_size: int
-    ranks: tuple[int, ...]
-    group: Any
-    groups: tuple[Any, ...]
-    links: Any
-    by_messages: bool
-    labels: dict[int, str]
-    met: int
-    failed: int | None
-
-    def gather(self, thing: Thing) -> list[Thing]: ...
-
-
 class Announced(Protocol):
     """
     ## A transfer that all ranks of a group have announced
@@ -118,9 +98,8 @@ class Announced(Protocol):
 
     action: str  # one of `ACTIONS`
     options: str  # what has to be the same on all ranks besides, in words
+    comm: Any
 
-    @property
-    def comm(self) -> Sharers: ...
     @property
     def where(self) -> str: ...
 

@@ -38,15 +38,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero3.guards.guarded import Sharers, own_modules
-from zero3.guards.options import Named, expect, same
+from zero3.guards.guarded import own_modules
+from zero3.guards.options import Named, same
 
 Params = dict[nn.Parameter, tuple[str, ...]]
 Buffers = dict[str, torch.Tensor | None]
 
 
-def check_params(comm: Sharers,
-                 who: str,
+def check_params(owner: Named,
                  params: Params,
                  buffers: Buffers,
                  device: torch.device | str | None,
@@ -54,35 +53,42 @@ def check_params(comm: Sharers,
     """
     ## Check the parameters of a layer, and compare them and its buffers between ranks
 
-    * `comm` is the layer's communicator, and `who` its name for errors
+    * `owner` is the layer
     * `params` are its parameters, with their names, and `buffers` its buffers by their names
     * `device` and `dtype` are those that they must have, if given
 
     All ranks must call it. Returns the device that the parameters are on, and a number below 2 to
     the 31 that the first rank has drawn. Raises `RuntimeError`.
     """
-    group = next((group for group in comm.groups if group.size > 1), None)
+    group = next((group for group in owner.comm.groups if group.size > 1), None)
     # A layer without parameters computes where its group can send.
     home = group.place_of(torch.device("cpu")) if group else "cpu"
     at = torch.device(device or next((p.device for p in params), home))
     for p, (name, *_) in params.items():
-        what = f"rank {comm.global_rank}: {who} cannot shard `{name}`"
-        expect(type(p) is nn.Parameter and not p.is_meta, what, "a Parameter with values",
-               f"{type(p).__name__} on {p.device}", "initialise the module first", RuntimeError)
-        expect(p.device.type == at.type and at.index in (None, p.device.index or 0), what,
-               f"device {at}", p.device, "move the module there first", RuntimeError)
-        expect(dtype in (None, p.dtype), what, dtype, p.dtype, "convert the module with "
-               "`.to(dtype)` first, or leave `dtype` out to mix data types", RuntimeError)
+        what = f"cannot shard `{name}`"
+        owner.expect(type(p) is nn.Parameter and not p.is_meta,
+                     what,
+                     "a Parameter with values",
+                     f"{type(p).__name__} on {p.device}",
+                     "initialise the module first")
+        owner.expect(p.device.type == at.type and at.index in (None, p.device.index or 0),
+                     what,
+                     f"device {at}",
+                     p.device,
+                     "move the module there first")
+        owner.expect(dtype in (None, p.dtype), what, dtype, p.dtype, "convert the module with "
+                     "`.to(dtype)` first, or leave `dtype` out to mix data types")
         at = p.device
     if at.type != "cpu":
-        at = check_device(comm, who, at)
+        at = check_device(owner, at)
     if group:
-        expect(group.place_of(at) == at, f"rank {comm.global_rank}: {who} cannot compute on {at}",
-               f"a process group for {at.type}",
-               f"one for {dist.get_backend_config(group.process_group)}",
-               "move the module to a device of that group, or call `init_process_group` without a "
-               "backend", RuntimeError)
-    return at, compare_params(comm, who, params, buffers)
+        owner.expect(group.place_of(at) == at,
+                     f"cannot compute on {at}",
+                     f"a process group for {at.type}",
+                     f"one for {dist.get_backend_config(group.process_group)}",
+                     "move the module to a device of that group, or call `init_process_group` "
+                     "without a backend")
+    return at, compare_params(owner, params, buffers)
 
 
 def check_fresh(owner: Named, module: nn.Module) -> None:
@@ -147,10 +153,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(torch.isin(*places).any())
 
 
-def compare_params(comm: Sharers,
-                   who: str,
-                   params: Params,
-                   buffers: Buffers) -> int:
+def compare_params(owner: Named, params: Params, buffers: Buffers) -> int:
     """
     ## Make sure that all ranks have the same parameters and buffers in the same order
     """
@@ -158,18 +161,17 @@ def compare_params(comm: Sharers,
             for i, (p, names) in enumerate(params.items())} | {
             f"buffer {i}": (name, None if b is None else (tuple(b.shape), b.dtype, b.layout))
             for i, (name, b) in enumerate(buffers.items())}
+    comm = owner.comm
     how = "as it is" if comm.links is None else comm.links.told
     # Not from torch's or Python's random numbers, which are the user's.
     every = comm.gather(({"`Links`": how, **told}, secrets.randbits(31)))
-    same(f"rank {comm.global_rank}: {who} differs between ranks", comm.ranks,
+    same(f"rank {comm.global_rank}: {owner.label} differs between ranks", comm.ranks,
          [told for told, _ in every],
          "build the same module, in the same order and with the same `Links`, on all ranks")
     return every[0][1]
 
 
-def check_device(comm: Sharers,
-                 who: str,
-                 at: torch.device) -> torch.device:
+def check_device(owner: Named, at: torch.device) -> torch.device:
     """
     ## Make sure that an accelerator is the one that this rank's collectives use
 
@@ -177,20 +179,19 @@ def check_device(comm: Sharers,
 
     Returns the device with its number. Raises `RuntimeError`.
     """
-    what = f"rank {comm.global_rank}: {who} cannot compute on {at}"
+    what = f"cannot compute on {at}"
     backend: Any = torch.get_device_module(at)
     count = backend.device_count() if backend.is_available() else 0
-    expect((at.index or 0) < count, what, f"one of {count} such devices", at,
-           "choose one that this process sees, or move the module to the CPU", RuntimeError)
+    owner.expect((at.index or 0) < count, what, f"one of {count} such devices", at,
+                 "choose one that this process sees, or move the module to the CPU")
     current = torch.device(at.type, backend.current_device())
     if at.index is None:
         at = current
-    expect(at == current, what, f"the current device, {current}", at,
-           f"call `torch.{at.type}.set_device({at.index})` on this rank before "
-           "`init_process_group`, or move the module", RuntimeError)
-    if all(group.size == 1 for group in comm.groups):
-        return at
+    owner.expect(at == current, what, f"the current device, {current}", at,
+                 f"call `torch.{at.type}.set_device({at.index})` on this rank before "
+                 "`init_process_group`, or move the module")
+    is_alone = all(group.size == 1 for group in owner.comm.groups)
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
-    expect(bound in (None, at), what, f"{bound}, which the process group has", at,
-           f"pass `device_id={at}` to `init_process_group`, or move the module", RuntimeError)
+    owner.expect(is_alone or bound in (None, at), what, f"{bound}, which the process group has", at,
+                 f"pass `device_id={at}` to `init_process_group`, or move the module")
     return at

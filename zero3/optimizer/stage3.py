@@ -269,7 +269,7 @@ class Zero3Optimizer(Stepper):
         # whole, if the class looks at more than one element.
         self.options = {} if looks == "element" else {"optimizer": optimizer_class, **kwargs}
         check_groups(self.layers)
-        check_drawn(self.comm, self.layers)
+        check_drawn(self, self.layers)
         names = stray(self.model)
         self.expect(not names, "would miss parameters", "all in Zero3Layers, which take the mean "
                     "of their gradients", names, "wrap the modules that they are in")
