@@ -141,7 +141,7 @@ def test_a_step_sends_three_times_the_model_less_the_last_layers_second_gather()
     I4 in elements: 3 Psi (N-1)/N, minus the last layer's share of that for one gather. Breaks where
     the last layer is freed after forward.
     Proves I4, `Zero3Layer._release`, `Communicator.all_gather`, `Communicator.reduce_scatter`,
-    `Chain.stays_full`.
+    `Schedule.stays_full`.
     """
     for world_size in (2, 4):
         psi, last = 400, 100
@@ -344,7 +344,7 @@ def test_the_next_layer_is_fetched_before_this_one_computes():
     gather $i-1$ starts before layer $i$ has a gradient, and its reduce runs until the next begins.
     Breaks without the fetch in `walk` or the one in `_pre_backward_hook`.
     Proves `Zero3Sequential.walk`, `Zero3Layer._pre_backward_hook`, `Reducer.started`,
-    `Reducer.end`, `Reducer.make_way`, `Reducer.land`, `schedule.Chain`, `Chain.ahead`, `Schedule`.
+    `Reducer.end`, `Reducer.make_way`, `Reducer.land`, `Schedule`, `Schedule.ahead`.
     """
     events = run(events_of_two_steps, 2)
     assert events[0] == events[1]

@@ -29,7 +29,7 @@ from zero3.flat import GradientSink, Storage, StorageFactory
 from zero3.guards import moments
 from zero3.guards.guarded import Announced, Guarded
 from zero3.guards.options import Named
-from zero3.schedule import Chain, Schedule
+from zero3.schedule import Schedule
 from zero3.whole_model.units import Unit
 
 PACKAGE = Path(__file__).parents[1] / "zero3"
@@ -321,7 +321,7 @@ def test_each_seam_is_filled_by_parts_of_its_type(tmp_path):
         Storage: [layer.flats[0].storage, unit.flats[0].storage],
         StorageFactory: [layer.offload, unit.offload],
         GradientSink: [layer.flats[0], states],
-        Schedule: [layer.schedule, Chain(), unit.schedule],
+        Schedule: [layer.schedule, unit.schedule],
         Listener: [layer.listener, Ledger(model)],
         Sender: [layer, unit, optimizer],
         Named: [layer, unit, optimizer, model],

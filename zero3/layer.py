@@ -63,7 +63,7 @@ from zero3.comm.collectives import ALONE, Transfer
 from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, in_flight
 from zero3.guards.moments import guards, own_modules
-from zero3.schedule import Chain, Schedule
+from zero3.schedule import Schedule
 from zero3.sharded import Sharded, ShardedModel, communicator, storage_factory
 from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in
 
@@ -537,7 +537,6 @@ class Zero3Sequential(ShardedModel):
         for i, layer in enumerate(layers):
             layer.layer_idx = i
             layer.label = f"layer {i} ({type(layer.module).__name__})"
-            layer.schedule = Chain()
         # Layers without parameters have nothing to gather, so the links skip them.
         sharded = [layer for layer in layers if layer.flats]
         for before, after in pairwise(sharded):

@@ -29,6 +29,7 @@ model.
 
 import torch
 
+from zero3.comm.collectives import ALONE
 from zero3.sharded import Sharded
 from zero3.watch import Call, in_backward
 
@@ -37,7 +38,8 @@ class Schedule:
     """
     ## Schedule: a layer asks it two questions
 
-    These are the answers for a layer that is in no chain: nothing is gathered ahead.
+    This one answers for a chain. The neighbours are in the layer itself; a layer that is in no
+    chain has none, so nothing is gathered ahead.
     """
 
     def ahead(self, layer: Sharded) -> list[Sharded]:
@@ -46,26 +48,6 @@ class Schedule:
 
         In backward the layer gathers them; in forward `walk` of the chain gathers `next_layer`. In
         both directions `fetch_params` begins to read their shards, if these rest in files.
-        """
-        return []
-
-    def stays_full(self, layer: Sharded, call: Call) -> bool:
-        """
-        ### Whether a layer stays full after a forward call, because backward needs it at once
-        """
-        return False
-
-
-class Chain(Schedule):
-    """
-    ## The schedule of a chain
-
-    `Zero3Sequential` gives one to each of its layers. The neighbours are in the layer itself.
-    """
-
-    def ahead(self, layer: Sharded) -> list[Sharded]:
-        """
-        ### The neighbour that computes next
         """
         if in_backward():
             # A layer without a recorded call has no backward pass, so it is not gathered.
@@ -77,6 +59,8 @@ class Chain(Schedule):
 
     def stays_full(self, layer: Sharded, call: Call) -> bool:
         """
-        ### Whether this is the last layer, and a backward pass can follow
+        ### Whether a layer stays full after a forward call, because backward needs it at once
+
+        The last layer of a chain does, if a backward pass can follow.
         """
-        return not layer.next_layer and call.outputs > 0
+        return layer.layer_idx != ALONE and not layer.next_layer and call.outputs > 0

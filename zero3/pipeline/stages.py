@@ -41,18 +41,18 @@ from torch import nn
 
 from zero3.guards.options import expect
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.schedule import Chain, Schedule
+from zero3.schedule import Schedule
 
 
-class InTurn(Chain):
+class InTurn(Schedule):
     """
     ## The schedule of a stage's layers
 
-    The last layer does not stay full, because the next pass is of another micro-batch. So it is as
-    in a layer without neighbours.
+    The last layer does not stay full, because the next pass is of another micro-batch.
     """
 
-    stays_full = Schedule.stays_full
+    def stays_full(self, layer: object, call: object) -> bool:
+        return False
 
 
 class Stage(Zero3Sequential):
