@@ -121,9 +121,8 @@ PATH = (
         ("zero3/flat.py",
          "the flat parameter: one buffer for all parameters of a layer"),
         ("zero3/watch.py", "when the backward pass of a layer begins and ends"),
-        ("zero3/schedule.py", "which layer is gathered next, and which stays full"),
         ("zero3/sharded.py",
-         "full parameters, clipping, errors"),
+         "full parameters, clipping, errors; which layer is gathered next"),
         ("zero3/gradients.py", "the norm of a sharded gradient, and clipping by it"),
         core=4),
     chapter(

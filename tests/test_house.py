@@ -29,7 +29,7 @@ from zero3.flat import GradientSink, Storage, StorageFactory
 from zero3.guards import moments
 from zero3.guards.guarded import Announced, Guarded
 from zero3.guards.options import Named
-from zero3.schedule import Schedule
+from zero3.sharded import Schedule
 from zero3.whole_model.units import Unit
 
 PACKAGE = Path(__file__).parents[1] / "zero3"
@@ -40,7 +40,6 @@ ROWS = (
     {"comm"},
     {"offload"},
     {"sharded"},
-    {"schedule"},
     {"layer"},
     {"optimizer"},
     {"estimate"},
@@ -273,7 +272,7 @@ def test_whoever_opens_the_package_sees_the_tutorial_first():
     puts its files beside the heart.
     """
     files = {path.stem for path in PACKAGE.glob("*.py")}
-    assert files == {"__init__", "minimal", "layer", "flat", "watch", "schedule", "sharded",
+    assert files == {"__init__", "minimal", "layer", "flat", "watch", "sharded",
                      "gradients"}
 
 

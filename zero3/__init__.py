@@ -10,8 +10,7 @@ of the book (`docs/`).
 | 5 | `layer.py` | the heart: `Zero3Layer` and `Zero3Sequential` |
 | 5 | `flat.py` | the flat parameter: one buffer for all parameters of a layer |
 | 5 | `watch.py` | when the backward pass of a layer begins and ends |
-| 5 | `schedule.py` | which layer is gathered next, and which stays full |
-| 5 | `sharded.py` | full parameters, clipping, errors |
+| 5 | `sharded.py` | full parameters, clipping, errors; which layer is gathered next |
 | 5 | `gradients.py` | the norm of a sharded gradient, and clipping by it |
 | 6 | `comm/collectives.py` | collectives that overlap computation |
 | 6 | `comm/reducer.py` | the reduce of a layer, while the next one goes backward |

@@ -36,12 +36,11 @@ Models](https://arxiv.org/abs/1910.02054), sections 5.3 and 7.2.2.
 backward, reduce. Four methods call `_settle_at_end_of_backward`, which has autograd call `settle`
 when the pass ends; *end of backward* says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and headings give the
-standard terms. The parts of a layer are in `flat.py`, `watch.py`, `schedule.py` and `comm/`.
-`Sharded`, the base class in `sharded.py`, has `flats`, and what users call outside the training
-step. Two flags come from its own base class, `Guarded` in `guards/guarded.py`: `is_fetched`, from
-the start of a gather until the layer is freed, and `is_full_elsewhere`, inside `full_params()`.
-`guards` refuse mistakes (see `guards/moments.py`). An "I2" in a docstring is an invariant that
-`zero3/__init__.py` lists.
+standard terms. The parts of a layer are in `flat.py`, `watch.py` and `comm/`. `Sharded`, the base
+class in `sharded.py`, has `flats`, and what users call outside the training step. Two flags come
+from its own base class, `Guarded` in `guards/guarded.py`: `is_fetched`, from the start of a gather
+until the layer is freed, and `is_full_elsewhere`, inside `full_params()`. `guards` refuse mistakes
+(see `guards/moments.py`). An "I2" in a docstring is an invariant that `zero3/__init__.py` lists.
 
 **Run this**: `make train` trains a small transformer on two ranks, and compares the memory and the
 communication of each rank with these formulas.
@@ -63,8 +62,7 @@ from zero3.comm.collectives import ALONE, Transfer
 from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, in_flight
 from zero3.guards.moments import guards, own_modules
-from zero3.schedule import Schedule
-from zero3.sharded import Sharded, ShardedModel, communicator, storage_factory
+from zero3.sharded import Schedule, Sharded, ShardedModel, communicator, storage_factory
 from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in
 
 if TYPE_CHECKING:

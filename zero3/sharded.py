@@ -2,7 +2,8 @@ r"""
 # A sharded module, for its users
 
 `Sharded` is everything that a sharded layer offers besides the training step, such as its full
-parameters and the norm of its gradient. Read its subclass `Zero3Layer` first.
+parameters and the norm of its gradient. Read its subclass `Zero3Layer` first. `Schedule` tells a
+layer which layer comes next.
 
 Take the weights 1, 2, 3 on two ranks, whose shards have the gradients (3, 2) and (4, 0):
 
@@ -36,7 +37,7 @@ from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, Slot, StorageFactory
 from zero3.guards.moments import Guarded, guards, own_modules
 from zero3.guards.options import Named, expect, whole
-from zero3.watch import Watch
+from zero3.watch import Call, Watch, in_backward
 
 if TYPE_CHECKING:
     from zero3.comm.links import Links
@@ -194,9 +195,12 @@ class Sharded(Trained, Guarded):
             problem = "a step or `load` in the block, which this would undo"
         for flat, full in zip(self.flats, fulls, strict=True):
             problem = flat.collect_writes(full) or problem
-        self.comm.agree(self, "is not written back, and is unchanged",
+        self.comm.agree(self,
+                        "is not written back, and is unchanged",
                         "a block that ends without an error, and parameters of the same shape and "
-                        "type", problem, "look for the error on that rank; change values only")
+                        "type",
+                        problem,
+                        "look for the error on that rank; change values only")
         for flat, full in zip(self.flats, fulls, strict=True):
             flat.storage.replace(self.comm.scatter(full))
 
@@ -310,6 +314,59 @@ def comm_of(model: object) -> Communicator:
     return next(found, None) or Communicator()
 
 
+class Schedule:
+    r"""
+    ## Schedule: which layer comes next
+
+    A layer asks it which layers come next, and whether to stay full after forward.
+
+    To overlap computation, communication has to start early, so a layer has to know which one
+    computes next. Three layers in a chain, 0, 1 and 2, go through a training step like this:
+
+    | computes | gathered meanwhile | freed afterwards |
+    |---|---|---|
+    | nothing yet | 0 | |
+    | forward of layer 0 | 1 | 0 |
+    | forward of layer 1 | 2 | 1 |
+    | forward of layer 2 | | nothing: backward begins with layer 2 |
+    | backward of layer 2 | 1 | 2 |
+    | backward of layer 1 | 0 | 1 |
+    | backward of layer 0 | | 0 |
+
+    These are five all-gathers for three layers, because layer 2 is gathered once. If all layers
+    train:
+
+    $$\text{all-gathers} = 2 \cdot \text{layers} - 1$$
+
+    This schedule is that of a chain. The neighbours are in the layer itself. A layer that is in no
+    chain has none, so nothing overlaps its all-gathers. `whole_model/units.py` has a schedule that
+    learns the order of any model, and `python -m zero3.whole_model` prints such an order.
+    """
+
+    def ahead(self, layer: Sharded) -> list[Sharded]:
+        """
+        ### The layers that compute after this one, in the direction of the pass
+
+        In backward the layer gathers them; in forward `walk` of the chain gathers `next_layer`. In
+        both directions `fetch_params` begins to read their shards, if these rest in files.
+        """
+        if in_backward():
+            # A layer without a recorded call has no backward pass, so it is not gathered.
+            return [before for before in layer.prev_layer if before.watch.pending]
+        if not layer.next_layer and torch.is_grad_enabled():
+            # This is the last layer. Backward begins with it, so the one before it comes next.
+            return layer.prev_layer
+        return layer.next_layer
+
+    def stays_full(self, layer: Sharded, call: Call) -> bool:
+        """
+        ### Whether a layer stays full after a forward call, because backward needs it at once
+
+        The last layer of a chain does, if a backward pass can follow.
+        """
+        return layer.layer_idx != ALONE and not layer.next_layer and call.outputs > 0
+
+
 # ------------------------------------------------------------- chapters that an argument asks for
 
 
@@ -324,14 +381,20 @@ def communicator(rank: int | None = None,
     Raises `TypeError` if the first two are no whole numbers from 0 on, or come with a mesh.
     """
     for number in (rank, world_size):
-        expect(number is None or whole(number), "Zero3Layer", "whole numbers for `rank` and "
-               "`world_size`", repr(number), "leave them out, and take the process group's",
+        expect(number is None or whole(number),
+               "Zero3Layer",
+               "whole numbers for `rank` and `world_size`",
+               repr(number),
+               "leave them out, and take the process group's",
                TypeError)
     if mesh is None:
         return Communicator((all_ranks(rank, world_size),))
-    expect(rank is world_size is None, "Zero3Layer", "`mesh`, or `rank` and "
-           "`world_size`", f"{rank} and {world_size} with a mesh", "leave the two out, because the "
-           "mesh says them", TypeError)
+    expect(rank is world_size is None,
+           "Zero3Layer",
+           "`mesh`, or `rank` and `world_size`",
+           f"{rank} and {world_size} with a mesh",
+           "leave the two out, because the mesh says them",
+           TypeError)
     from zero3.comm.links import Links
     links = mesh if isinstance(mesh, Links) else Links(mesh)
     return links.communicator()

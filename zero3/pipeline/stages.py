@@ -41,7 +41,7 @@ from torch import nn
 
 from zero3.guards.options import expect
 from zero3.layer import Zero3Layer, Zero3Sequential
-from zero3.schedule import Schedule
+from zero3.sharded import Schedule
 
 
 class InTurn(Schedule):

@@ -79,8 +79,7 @@ from torch import nn
 from zero3.comm.collectives import named_range
 from zero3.guards.contents import uncompiled
 from zero3.layer import Zero3Layer
-from zero3.schedule import Schedule
-from zero3.sharded import Sharded
+from zero3.sharded import Schedule, Sharded
 from zero3.watch import Call, in_backward
 
 
