@@ -221,7 +221,7 @@ class FlatParameter:
         for param, names in params.items():
             end = offset + param.numel()
             view = full[offset:end].view(param.shape)
-            freed_class = guards.freed_class(owner, names[0], owner.cure)
+            freed_class = guards.FreedParameter.named(owner, names[0], owner.cure)
             self.slots.append(Slot(param, names, offset, end, view, freed_class))
             offset += aligned(param.numel(), param.dtype)
         # Where the buffer has padding: at the end, and on an accelerator after each parameter.

@@ -132,7 +132,7 @@ class Zero3Layer(Sharded):
             self._shard(group)
         hidden = hide_params(child for _, child in own_modules(module))
         self.comm.broadcast(buffers.values())
-        self.guard = guards.guard_of(self, hidden)
+        self.guard = guards.LayerGuard(self, hidden)
 
     # -------------------------------------------------------------------------------------- shard
 
