@@ -181,9 +181,7 @@ class LinkedCommunicator(Communicator):
         """
         ### Join the ranks of a mesh
         """
-        ranks: list[int] = []
-        if links.mesh is not None:
-            ranks = links.mesh.mesh.flatten().tolist()
+        ranks = [] if links.mesh is None else links.mesh.mesh.flatten().tolist()
         super().__init__(groups, tuple(ranks))
         self.links: Links = links
         # The ranks with the same place on the other nodes, or in the other replicas.
@@ -602,12 +600,10 @@ def _along(mesh: DeviceMesh, dim: int) -> Group:
     """
     #### The group of this rank along one dimension of a mesh
     """
-    where: list[Any] = [*mesh.get_coordinate()]  # type: ignore[misc]
-    place = where[dim]
-    where[dim] = slice(None)
     process_group = mesh.get_group(dim)
     wait_as_long(process_group)
-    return Group(tuple(mesh.mesh[tuple(where)].tolist()), place, weakref.ref(process_group))
+    ranks = dist.get_process_group_ranks(process_group)
+    return Group(tuple(ranks), mesh.get_local_rank(dim), weakref.ref(process_group))
 
 
 def wait_as_long(process_group: dist.ProcessGroup) -> None:
