@@ -101,9 +101,8 @@ class Watch:
         Returns the arguments to call the module with.
         """
         views: dict[int, object] = {}
-        watched = tuple(self._input(call, value, views) for value in args)
-        named = {name: self._input(call, value, views) for name, value in kwargs.items()}
-        return watched, named
+        return (tuple(self._input(call, value, views) for value in args),
+                {name: self._input(call, value, views) for name, value in kwargs.items()})
 
     def _input(self, call: Call, value: Any, views: dict[int, object]) -> Any:
         """
