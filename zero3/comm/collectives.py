@@ -393,24 +393,28 @@ class Communicator(Peers):
             expect(False, f"rank {self.global_rank}: {sender.label} {what}", expected, got, cure,
                    RuntimeError)
         except RuntimeError as error:
-            if not self.broken:
-                self.give_up(str(error))
-                # Announce a fault in place of the next transfer. The other ranks compare it with
-                # the one that they expect, and raise an error. Nobody waits for it here.
-                self.announce_fault(self.groups, sender)
+            self.give_up(str(error), sender, self.groups)
             raise
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str, sender: Sender, groups: Iterable[Group]) -> None:
         """
-        ### Send nothing new from now on: each later transfer raises an error with this reason
+        ### Send nothing new after the first error: each later transfer raises it again
 
         What is in flight keeps its memory, because the other ranks may still send to it, or wait
         for it (see `InFlight`).
+
+        * `reason` is the text of that error
+        * `groups` are those whose ranks have to hear of it
         """
-        self.broken = self.broken or reason
+        if self.broken:
+            return
+        self.broken = reason
         for user in list(in_flight.users):
             if getattr(user, "comm", None) is self:
                 in_flight.lose(user)
+        # Announce a fault in place of the next transfer. The other ranks compare it with the one
+        # that they expect, and raise an error. Nobody waits for it here.
+        self.announce_fault(groups, sender)
 
     def announce_fault(self, groups: Iterable[Group], sender: Sender) -> None:
         """
@@ -683,11 +687,9 @@ class Transfer(Counted):
 
         The ranks of the transfer's own group find the problem themselves.
         """
-        if not self.comm.broken:
-            self.comm.give_up(problem)
-            alone = self.orders[0][0] if len(self.orders) == 1 else None
-            self.comm.announce_fault([group for group in self.comm.groups if group is not alone],
-                                     self.sender)
+        alone = self.orders[0][0] if len(self.orders) == 1 else None
+        others = [group for group in self.comm.groups if group is not alone]
+        self.comm.give_up(problem, self.sender, others)
         return RuntimeError(self.comm.broken)
 
     def wait_for(self, works: list[Any]) -> None:

@@ -439,9 +439,8 @@ class Pipeline(ShardedModel):
             # A rank that was woken by another one's failure does not know the first error.
             first = self.channels.fail(mine, comm.failed is None)
             # If a transfer of the stage has failed, the ranks of that stage know already.
-            groups = () if comm.broken else comm.groups
-            comm.give_up(f"{error}" or repr(error))
-            comm.announce_fault((*groups, comm.stages), self)
+            comm.give_up(f"{error}" or repr(error), self, comm.groups)
+            comm.announce_fault([comm.stages], self)
             if first != mine and isinstance(error, Exception):
                 raise RuntimeError(f"{error} The first error of all: {first}") from error
             raise
