@@ -84,12 +84,6 @@ class Sharded(Trained, Guarded):
     fetch_params: Callable[[], None]
     _cleanup_params: Callable[[], None]
 
-    # The advice in errors about a parameter in the wrong place.
-    cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
-            "build the optimizer on `get_trainable_chunk()` after wrapping")
-    cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
-                    "wrapped; and build the optimizer afterwards")
-
     def __init__(self, module: nn.Module, activations: Activations | Offload | str | None = None):
         """
         ### Take a module

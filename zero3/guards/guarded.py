@@ -47,14 +47,17 @@ class Guarded(nn.Module, Named):
     device: torch.device
     chunk: nn.ParameterList  # the shards
     flats: list[Any]
-    cure: str  # what to do about a parameter that is not where somebody looks for it
-    cure_for_new: str  # and about a new one
     listener: Any  # hears what happens to it
     is_fetched = False  # from the start of an all-gather until the layer is freed
     is_full_elsewhere = False  # inside `full_params` the parameters are whole in other memory
     gathered_versions: tuple[int, ...] = ()  # `shard_versions` when the last one began
     holders: set[object]  # who needs its full parameters now
     externals: Collection[Any] = ()  # and whose parameters it computes with
+    # The advice in errors about a parameter in the wrong place, and about a new one.
+    cure = ("wrap each module once, put modules that share a parameter into one Zero3Layer, and "
+            "build the optimizer on `get_trainable_chunk()` after wrapping")
+    cure_for_new = ("wrap it in a `Zero3Layer` of its own, or assign it before this layer is "
+                    "wrapped; and build the optimizer afterwards")
 
     def fetch_for_others(self) -> bool:
         """
