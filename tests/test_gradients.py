@@ -142,7 +142,7 @@ def test_torchs_clip_on_shards_is_an_error_that_names_the_cure():
     Each of torch's ways to a norm raises, and leaves the gradients alone; what is elementwise goes
     on as ever, and a copy is a plain tensor. Breaks where the gradient of a shard is a plain
     tensor: ranks clipped by 0.7 and 1.3 in place of 1.5.
-    Proves `ShardGradient`, `mark`, `plain_part`.
+    Proves `ShardGradient`, `mark`.
     """
     for rank, found in enumerate(run(clip_wrongly, 2)):
         wrong, untouched, part, clipped, kinds, same, kept, zero = found

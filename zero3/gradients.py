@@ -27,7 +27,7 @@ from torch.linalg import vector_norm
 from zero3.guards.contents import check_groups, stray
 from zero3.guards.moments import attributes, is_sharded
 from zero3.guards.options import expect
-from zero3.guards.shard_gradients import GradientElsewhere, plain_part
+from zero3.guards.shard_gradients import GradientElsewhere
 
 # Elements whose powers are added up in fp32 (see `norm_of`): 4,096 bytes, a block of a disk.
 BLOCK_NUMEL = 1 << 10
@@ -69,7 +69,8 @@ def clip_grad_norm_(model: nn.Module,
            type(model).__name__, "wrap it first", RuntimeError)
     first = sharded[0]
     _check_clip(model, first, flats, norm_type)
-    grads = {flat: plain_part(grad) for flat in flats
+    # Plain tensors with the same memory, of which a norm may be taken.
+    grads = {flat: grad.as_subclass(torch.Tensor) for flat in flats
              if (grad := flat.shard.grad) is not None and len(grad)}
     norms = {flat: norm_of(block_norms(grad, flat.counted, norm_type), norm_type)
              for flat, grad in grads.items()}

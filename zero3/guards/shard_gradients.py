@@ -139,13 +139,6 @@ class GradientElsewhere(ShardGradient):
         return f"<a gradient of {len(self)} elements that is not here>"
 
 
-def plain_part(grad: torch.Tensor) -> torch.Tensor:
-    """
-    ## A shard's gradient as a plain tensor, in the same memory
-    """
-    return grad.as_subclass(torch.Tensor) if isinstance(grad, ShardGradient) else grad
-
-
 def mark(grad: torch.Tensor,
          flat: object,
          used: set | None,

@@ -80,7 +80,7 @@ from torch import nn
 from zero3.comm.parts import inside, length
 from zero3.flat import FlatParameter, Names, Slot
 from zero3.gradients import BLOCK_NUMEL, block_norms, norm_of
-from zero3.guards.shard_gradients import GradientElsewhere, elsewhere, plain_part
+from zero3.guards.shard_gradients import GradientElsewhere, elsewhere
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
 from zero3.offload.tiers import Offload, copy_to
@@ -245,7 +245,7 @@ class ShardStates:
                 portion.drop_grad()
             if found is not None:
                 self.shard.grad = None
-                self.add_grad(plain_part(found))
+                self.add_grad(found.as_subclass(torch.Tensor))
                 self.layer.reducer.delivered()
                 marker: Any = self.shard.grad
                 marker.used = getattr(found, "used", None)
@@ -493,8 +493,8 @@ class Portion:
 
         A `ShardGradient` refuses to give the norm of one rank's part.
         """
-        grad: Any = self.flat.shard.grad if self.flat.sink is None else self.own_grad
-        return plain_part(grad)
+        grad = self.flat.shard.grad if self.flat.sink is None else self.own_grad
+        return None if grad is None else grad.as_subclass(torch.Tensor)
 
     def norms(self) -> torch.Tensor | None:
         """
