@@ -120,33 +120,32 @@ class LayerGuard:
     def _look(self) -> list[tuple[str, nn.Module]]:
         """
         #### Look at every module again, because something has changed
+
+        Refuse a parameter that is not sharded, and a layer that does not belong here.
         """
         layer = self.layer
         found = list(own_modules(layer.module))
-        beside: list[tuple[str, nn.Module]] = []
-        for name, child in layer._modules.items():
-            if child not in (layer.module, layer.chunk):
-                beside += own_modules(child, f"{name}.")
+        beside = [each for name, child in layer._modules.items()
+                  if child not in (layer.module, layer.chunk)
+                  for each in own_modules(child, f"{name}.")]
         for prefix, owner in [*found, ("", layer), *beside]:
-            self._refuse_new(prefix, owner)
+            for name, p in owner._parameters.items():
+                # `__enter__` shows parameters that are plain attributes as well. An assigned one is
+                # no plain attribute.
+                is_fine = p is None or not p.requires_grad or vars(owner).get(name) is p
+                layer.expect(is_fine,
+                             f"has a new parameter, `{prefix}{name}`",
+                             "no trainable parameter that is not sharded",
+                             type(p).__name__,
+                             layer.cure_for_new)
+            for name, child in owner._modules.items():
+                is_fine = child is None or not is_sharded(child) or layer.admits(child)
+                layer.expect(is_fine,
+                             f"has a new layer, `{prefix}{name}`",
+                             "the layers that it was wrapped with",
+                             f"a sharded {type(child).__name__}",
+                             layer.cure_for_new)
         return found
-
-    def _refuse_new(self, prefix: str, owner: nn.Module) -> None:
-        """
-        #### Refuse a parameter that is not sharded, and a layer that does not belong here
-        """
-        layer = self.layer
-        for name, p in owner._parameters.items():
-            # `__enter__` shows parameters that are plain attributes as well. An assigned one is no
-            # plain attribute.
-            is_fine = p is None or not p.requires_grad or vars(owner).get(name) is p
-            layer.expect(is_fine, f"has a new parameter, `{prefix}{name}`", "no trainable "
-                         "parameter that is not sharded", type(p).__name__, layer.cure_for_new)
-        for name, child in owner._modules.items():
-            is_fine = child is None or not is_sharded(child) or layer.admits(child)
-            layer.expect(is_fine, f"has a new layer, `{prefix}{name}`", "the layers that it was "
-                         "wrapped with", f"a sharded {type(child).__name__}",
-                         layer.cure_for_new)
 
     def __enter__(self) -> None:
         """
