@@ -505,8 +505,7 @@ def test_parameters_without_a_gradient_stay_as_they_are(world_size):
     parameter is stepped with a zero gradient (off by 4.9e-3), or shares its count with a used one.
     Proves I1, I8, `Zero3Optimizer._unused`, `Zero3Optimizer._squares`, `Zero3Optimizer.regroup`,
     `ShardStates.split_by_use`, `ShardStates.repartition`,
-    `predict_optimizer`, `Entries.describe`, `Piece`,
-    `_states_of`, `ShardGradient.note_used`.
+    `predict_optimizer`, `Entries.describe`, `Piece`, `_states_of`, `mark`.
     """
     for rank in run(alternate_all, world_size):
         for case, worst in rank.items():

@@ -254,7 +254,7 @@ def test_on_an_accelerator_each_tier_trains_like_plain_pytorch(tier, tmp_path):
     A gradient on its way to CPU memory arrives after its layer has forgotten which parameters have
     contributed to it. Breaks if they do not travel along: then all of them count as unused, and the
     weights stay as they were.
-    Proves I1, I8, I9, `Reducer.deliver`, `ShardStates.add_grad`, `ShardGradient.note_used`.
+    Proves I1, I8, I9, `Reducer.deliver`, `ShardStates.add_grad`, `mark`.
     """
     for off in run(trains_on_an_accelerator, 1, tier, str(tmp_path)):
         assert off < 1e-6

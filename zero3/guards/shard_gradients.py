@@ -74,15 +74,6 @@ class ShardGradient(torch.Tensor):
     # Names of the parameters that have contributed, as far as this rank knows; `None` for all.
     used: set[tuple[str, ...]] | None
 
-    def note_used(self, names: Iterable[tuple[str, ...]]) -> None:
-        """
-        ### Record that these parameters have contributed to the gradient
-
-        A parameter that got no gradient on any rank is not stepped, as in plain PyTorch.
-        """
-        if self.used is not None:
-            self.used.update(names)
-
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         asked = func in _NORMS or func is _UNSCALE
@@ -147,13 +138,15 @@ def mark(grad: torch.Tensor,
     ## The same gradient, marked as a part of the whole
 
     * `used` names the parameters that it has something of; `None` for all
-    * `names` are those that have been added to it
+    * `names` are those that have been added to it, also if it is marked already
     """
     if not isinstance(grad, ShardGradient):
         grad = grad.as_subclass(ShardGradient)
         grad.flat = weakref.ref(flat)
         grad.used = used
-    grad.note_used(names)
+    if grad.used is not None:
+        # A parameter that got no gradient on any rank is not stepped, as in plain PyTorch.
+        grad.used.update(names)
     return grad
 
 

@@ -80,7 +80,7 @@ from torch import nn
 from zero3.comm.parts import inside, length
 from zero3.flat import FlatParameter, Names, Slot
 from zero3.gradients import BLOCK_NUMEL, block_norms, norm_of
-from zero3.guards.shard_gradients import GradientElsewhere, elsewhere
+from zero3.guards.shard_gradients import GradientElsewhere, elsewhere, mark
 from zero3.layer import Zero3Layer
 from zero3.offload.in_file import InFile
 from zero3.offload.tiers import Offload, copy_to
@@ -274,7 +274,7 @@ class ShardStates:
             # A shard in a file would refuse it.
             with torch._C.DisableTorchFunction():
                 self.shard.grad = marker
-        marker.note_used(names)
+        mark(marker, self.flat, None, names)
         for portion in self.portions:
             self.layer.reducer.deliver(total[portion.where], portion, ())
 
