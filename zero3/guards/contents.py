@@ -63,7 +63,7 @@ class LayerGuard:
         self.hidden = [(owner, own) for owner, own in params.items() if own]
         self.depth = 0  # of the `with` blocks that show the parameters now
         self.known = Known([layer, *params])
-        self.refusals = self._refuse_on_modules(list(params))
+        self.refusals = self._refuse_on_modules(list(params)) if layer.flats else []
 
     def check(self) -> None:
         """
@@ -283,12 +283,12 @@ class LayerGuard:
         """
         def refuse_to_save(*_: object) -> None:
             self.layer.expect(
-                not self.layer.flats, "has no state dict", "weights", "shards", "take "
+                False, "has no state dict", "weights", "shards", "take "
                 "`zero3.save`, or the weights in `with model.full_params() as params:`")
 
         def refuse_to_load(*_: object) -> None:
             self.layer.expect(
-                not self.layer.flats, "cannot load a state dict", "parameters to load into",
+                False, "cannot load a state dict", "parameters to load into",
                 "shards", "load it before wrapping; or copy each tensor to `params[name]` in `with "
                 "model.full_params(writeback=True) as params:`; or pass its file to `wrap(..., "
                 "checkpoint=)`; a checkpoint of `zero3.save` is read by `zero3.load`")
@@ -299,9 +299,8 @@ class LayerGuard:
                 "all that is sharded together", "that of a part, whose parameters are elsewhere",
                 "call it on the sharded layer or the model; or freeze the part before wrapping")
 
-        if self.layer.flats:
-            for owner in owners:
-                vars(owner)["requires_grad_"] = refuse_to_freeze
+        for owner in owners:
+            vars(owner)["requires_grad_"] = refuse_to_freeze
         return [*(owner.register_state_dict_pre_hook(refuse_to_save) for owner in owners),
                 *(owner.register_load_state_dict_pre_hook(refuse_to_load) for owner in owners)]
 

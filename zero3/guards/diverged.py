@@ -23,8 +23,6 @@ import torch
 
 from zero3.guards.guarded import ACTIONS, ALONE, Announced
 
-_LOWER = 0xFFFFFFFF
-
 
 def diverged(transfer: Announced,
              ranks: tuple[int, ...],
@@ -74,7 +72,7 @@ def told(transfer: Announced, row: list[int]) -> str:
         return f"a {action} of a checkpoint"
     if action == "fault":
         return f"{action} of {name}"
-    return f"{action} of {name}, {nbytes} bytes, layers' checksum {mark & _LOWER}"
+    return f"{action} of {name}, {nbytes} bytes, layers' checksum {mark % (1 << 32)}"
 
 
 def _cure(options: str,
