@@ -38,7 +38,7 @@ when the pass ends; *end of backward* says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and headings give the
 standard terms. The parts of a layer are in `flat.py`, `watch.py` and `comm/`. `Sharded`, the base
 class in `sharded.py`, has `flats`, and what users call outside the training step. Two flags come
-from its own base class, `Guarded` in `guards/guarded.py`: `is_fetched`, from the start of a gather
+from its own base class, `Guarded` in `guards/options.py`: `is_fetched`, from the start of a gather
 until the layer is freed, and `is_full_elsewhere`, inside `full_params()`. `guards` refuse mistakes
 (see `guards/moments.py`). An "I2" in a docstring is an invariant that `zero3/__init__.py` lists.
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
-from zero3.guards.guarded import is_sharded, own_modules
+from zero3.guards.options import is_sharded, own_modules
 from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.pipeline import Pipeline
 
@@ -661,7 +661,7 @@ def test_a_saved_model_of_hugging_faces_has_its_configuration(tmp_path):
 
 def test_own_modules_end_at_a_sharded_layer():
     """
-    The table of `guarded.py`: a plain layer `a` is an own module, a sharded layer `b` is none, and
+    The table of `own_modules`: a plain layer `a` is an own module, a sharded layer `b` is none, and
     neither is the module of `b`. Breaks if `own_modules` looks into a sharded layer.
     Proves `own_modules`, `is_sharded`.
     """

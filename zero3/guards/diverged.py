@@ -21,7 +21,7 @@ time-out.
 
 import torch
 
-from zero3.guards.guarded import ACTIONS, ALONE, Announced
+from zero3.guards.options import ACTIONS, ALONE, Announced
 
 
 def diverged(transfer: Announced,

@@ -38,8 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero3.guards.guarded import own_modules
-from zero3.guards.options import Named, same
+from zero3.guards.options import Named, own_modules, same
 
 Params = dict[nn.Parameter, tuple[str, ...]]
 Buffers = dict[str, torch.Tensor | None]

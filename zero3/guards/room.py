@@ -23,8 +23,7 @@ from pathlib import Path
 
 import torch
 
-from zero3.guards.guarded import Guarded
-from zero3.guards.options import Named
+from zero3.guards.options import Guarded, Named
 
 
 def check_step(layer: Guarded,

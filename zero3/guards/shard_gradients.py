@@ -40,8 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from zero3.guards.freed import METADATA
-from zero3.guards.guarded import Guarded
-from zero3.guards.options import expect
+from zero3.guards.options import Guarded, expect
 
 # `clip_grad_norm_` and `get_total_norm` call these.
 _NORMS = {
