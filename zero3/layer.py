@@ -61,7 +61,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero3.comm.collectives import ALONE, Transfer
 from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, in_flight
-from zero3.guards.moments import guards, own_modules
+from zero3.guards.moments import guards
+from zero3.guards.options import own_modules
 from zero3.sharded import Schedule, Sharded, ShardedModel, communicator, storage_factory
 from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in
 

@@ -78,8 +78,8 @@ from torch.profiler import record_function
 
 from zero3.comm.order import Counted, Group, Peers, Sender
 from zero3.flat import in_flight
-from zero3.guards.moments import ACTIONS, ALONE, guards
-from zero3.guards.options import Named, expect
+from zero3.guards.moments import guards
+from zero3.guards.options import ACTIONS, ALONE, Named, expect
 
 # torch 2.13 has new names for these two, and 2.11 has only the old ones.
 _NEW = hasattr(dist, "all_gather_single")

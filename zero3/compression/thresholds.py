@@ -43,7 +43,7 @@ import torch
 from zero3.comm.parts import inside
 from zero3.compression.weights import PrunedElements
 from zero3.guards.freed import FreedParameter
-from zero3.guards.moments import Guarded
+from zero3.guards.options import Guarded
 
 DIGIT = 8
 

@@ -27,10 +27,6 @@ $$\text{numbers with guards} = \text{numbers without guards}$$
 
 from typing import TYPE_CHECKING
 
-from zero3.guards.options import ACTIONS, ALONE, Guarded, attributes, is_sharded, own_modules
-
 if TYPE_CHECKING:
     # The heart asks these, and does not import them: `zero3/__init__.py` hands them in.
-    from zero3 import guards
-
-__all__ = ["ACTIONS", "ALONE", "Guarded", "attributes", "guards", "is_sharded", "own_modules"]
+    from zero3 import guards as guards

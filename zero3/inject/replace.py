@@ -53,8 +53,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from zero3.guards.moments import is_sharded
-from zero3.guards.options import expect
+from zero3.guards.options import expect, is_sharded
 
 
 class Replacement(nn.Module):
