@@ -100,7 +100,7 @@ def test_parameters_are_exactly_the_shards():
     Trainable first, then frozen, and one per data type; the module's own are gone from the list.
     Proves `Zero3Layer.__init__`, `Sharded.get_trainable_chunk`, `FlatParameter`,
     `FlatParameter.__init__`, `alike`, `hide_params`, `Sharded`, `Sharded.__init__`,
-    `StorageFactory.shard`, `storage_factory`, `Peers`, `Peers.__init__`.
+    `StorageFactory.shard`, `Peers`, `Peers.__init__`.
     """
     module = nn.Sequential(freeze(linear()), linear(), linear().double())
     layer = Zero3Layer(module)

@@ -59,11 +59,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.collectives import ALONE, Transfer
-from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, in_flight
 from zero3.guards.moments import guards
 from zero3.guards.options import own_modules
-from zero3.sharded import Schedule, Sharded, ShardedModel, communicator, storage_factory
+from zero3.sharded import Sharded, ShardedModel, communicator
 from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in
 
 if TYPE_CHECKING:
@@ -111,11 +110,8 @@ class Zero3Layer(Sharded):
 
         This is section 5.3 of the paper. Keeps I2 (only shards at rest) and I5 (zero padding).
         """
-        super().__init__(module, activations)
-        self.comm = communicator(rank, world_size, mesh)
-        self.offload = storage_factory(offload)
-        self.reducer = Reducer(self.comm)
-        self.schedule = Schedule()
+        # `Sharded` makes the communicator, the reducer, the storage and the schedule.
+        super().__init__(module, communicator(rank, world_size, mesh), offload, activations)
         # The all-gather in flight.
         self._gather: Transfer | None = None
         # If the layer was not freed after forward: the call whose backward it waits for.

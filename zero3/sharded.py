@@ -75,22 +75,25 @@ class Sharded(Trained, Guarded):
     """
 
     layer_idx = ALONE  # its place in a chain or a model
-    comm: Communicator
-    reducer: Reducer
     listener = Listener()
-    offload: StorageFactory
     watch: Watch
     # `Zero3Layer` has the training step.
     fetch_params: Callable[[], None]
     _cleanup_params: Callable[[], None]
 
-    def __init__(self, module: nn.Module, activations: Activations | Offload | str | None = None):
+    def __init__(self, module: nn.Module,
+                 comm: Communicator,
+                 offload: Offload | str | None,
+                 activations: Activations | Offload | str | None):
         """
-        ### Take a module
+        ### Take a module, and the parts that later chapters replace
 
-        * `activations` is as for `Zero3Layer`
+        * `offload` and `activations` are as for `Zero3Layer`
         """
         super().__init__()
+        self.comm = comm
+        self.reducer = Reducer(comm)
+        self.schedule = Schedule()
         self.module = module
         self.label = type(module).__name__
         self.flats: list[FlatParameter] = []
@@ -105,6 +108,10 @@ class Sharded(Trained, Guarded):
         if activations is not None:
             from zero3.offload.activations import LayerActivations
             self.saving = LayerActivations(activations, self)
+        self.offload = StorageFactory()
+        if offload is not None:
+            from zero3.offload.tiers import Offload
+            self.offload = Offload.of(offload)
 
     def reshard(self) -> None:
         """
@@ -392,15 +399,3 @@ def communicator(rank: int | None = None,
     from zero3.comm.links import Links
     links = mesh if isinstance(mesh, Links) else Links(mesh)
     return links.communicator()
-
-
-def storage_factory(offload: Offload | str | None) -> StorageFactory:
-    """
-    ## Where the shards of a layer rest
-
-    * `offload` is as for `Zero3Layer`
-    """
-    if offload is None:
-        return StorageFactory()
-    from zero3.offload.tiers import Offload
-    return Offload.of(offload)

@@ -79,10 +79,12 @@ class LayerGuard:
                      "`torch.func.functional_call(layer.module, params, ...)` in `with "
                      "layer.full_params() as params:`")
         for flat, shard in zip(layer.flats, layer.chunk._parameters.values(), strict=False):
-            layer.expect(shard is flat.shard, "has lost its shard", "the one that it was wrapped "
-                         "with", f"a {type(shard).__name__} in its place", "leave sharded layers "
-                         "out of what replaces parameters, as `fully_shard` and "
-                         "`distribute_module` do; call `torch.func.functional_call` in `with "
+            layer.expect(shard is flat.shard,
+                         "has lost its shard",
+                         "the one that it was wrapped with",
+                         f"a {type(shard).__name__} in its place",
+                         "leave sharded layers out of what replaces parameters, as `fully_shard` "
+                         "and `distribute_module` do; call `torch.func.functional_call` in `with "
                          "layer.full_params() as params:`")
             # A shard in a file would report a use.
             with torch._C.DisableTorchFunction():
@@ -90,16 +92,20 @@ class LayerGuard:
                          **(flat.shard._post_accumulate_grad_hooks or {})}
                 changed = [slot.names[0] for slot in flat.slots
                            if slot.param.requires_grad != flat.trains]
-            layer.expect(not changed, "cannot freeze or train a part of a shard", "parameters that "
-                         "train as their shard does", f"another `requires_grad` of {changed}",
+            layer.expect(not changed,
+                         "cannot freeze or train a part of a shard",
+                         "parameters that train as their shard does",
+                         f"another `requires_grad` of {changed}",
                          "set it for all of the layer, `layer.requires_grad_(...)`; or for a "
                          "parameter before wrapping")
             if flat.hook is not None:
                 # The optimizer's own.
                 hooks.pop(flat.hook.id, None)
-            layer.expect(not hooks, "cannot call the hooks of a shard", "none, because its "
-                         "gradient comes from a reduce-scatter", [*hooks.values()], "change "
-                         "`.grad` between backward and step, or register the hook on the "
+            layer.expect(not hooks,
+                         "cannot call the hooks of a shard",
+                         "none, because its gradient comes from a reduce-scatter",
+                         [*hooks.values()],
+                         "change `.grad` between backward and step, or register the hook on the "
                          "parameter before it is wrapped")
         if self.depth == 0 and self.known.has_changed():
             self._hide_again()
