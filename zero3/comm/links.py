@@ -94,9 +94,6 @@ from zero3.flat import in_flight
 from zero3.guards.options import Named, expect
 from zero3.watch import in_backward
 
-# How long a group waits if nobody has set its time-out.
-TORCHS_TIMES = (default_pg_timeout, default_pg_nccl_timeout)
-
 
 @dataclass(frozen=True)
 class Links:
@@ -614,6 +611,7 @@ def wait_as_long(process_group: dist.ProcessGroup) -> None:
     an hour with gloo, and for ten minutes with NCCL.
     """
     for device in process_group._device_types:
-        if timeout_of(process_group, device) in TORCHS_TIMES:
+        # Nobody has set its time-out.
+        if timeout_of(process_group, device) in (default_pg_timeout, default_pg_nccl_timeout):
             backend: Any = process_group._get_backend(device)
             backend._set_default_timeout(timeout_of(dist.group.WORLD, device))

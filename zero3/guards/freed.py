@@ -90,8 +90,8 @@ class FreedParameter(nn.Parameter):
         """
         ### The subclass for one parameter
         """
-        known = {"owner": weakref.ref(owner), "name": name, "cure": cure, "is_shard": is_shard}
-        return type("FreedParameter", (cls,), known)
+        return type("FreedParameter", (cls,), {
+            "owner": weakref.ref(owner), "name": name, "cure": cure, "is_shard": is_shard})
 
     @classmethod
     def of_shard(cls, owner: Guarded,
