@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zero3.comm.collectives
 from tests import cases, wholes
 from tests.ranks import run
 from tests.streams import Accelerator, Event, Line, Work, before
@@ -279,8 +278,8 @@ def release_at_once(storage, stream=None, real=InFile.release):
     real(storage)
 
 
-def keeps_nothing(total, *rest, real=zero3.comm.reducer._Leaving):
-    return real(None, *rest)
+def keep_copy_alone(self, leaving):
+    vars(self)["kept"] = leaving and (None, *leaving[1:])
 
 
 # What: on how many ranks, the tiers of parameters and of states; and what is replaced by what.
@@ -304,7 +303,8 @@ PLANTED = {
     "the next file is read into a buffer that is being copied":
         (2, "nvme", "nvme", InFile, "release", release_at_once),
     "a gradient is freed that is being copied":
-        (1, "cpu", None, zero3.comm.reducer, "_Leaving", keeps_nothing),
+        (1, "cpu", None, Reducer, "_leaving",
+         property(lambda self: vars(self).get("kept"), keep_copy_alone)),
 }
 
 
@@ -324,7 +324,8 @@ def test_each_planted_mistake_is_found(ranks, tmp_path):
     """
     Each takes one wait away, and none changes a number here, where all runs in the host's order.
     Breaks with a rule that the device does not know, or with a wait that nothing needs.
-    Proves I9, `Communicator.on`, `Reducer.deliver`, `_Leaving`, `Transfer.wait`, `InFile.release`.
+    Proves I9, `Communicator.on`, `Reducer.deliver`, `Reducer.delivered`, `Transfer.wait`,
+    `InFile.release`.
     """
     for found in run(plant, ranks, str(tmp_path)):
         assert found.keys() == {what for what, (n, *_) in PLANTED.items() if n == ranks}

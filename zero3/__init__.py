@@ -178,6 +178,6 @@ def commit_name() -> str:
     """
     if shutil.which("git") is None:
         return "unknown"
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True)
+    done = subprocess.run(["git", "-C", str(Path(__file__).parent), "describe", "--always",
+                           "--dirty", "--exclude=*"], capture_output=True, text=True)
     return done.stdout.strip() or "unknown"

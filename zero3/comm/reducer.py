@@ -26,7 +26,7 @@ a `Bucket` that reduces several of them together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -44,6 +44,10 @@ class Reducer:
     """
 
     scaled = False  # whether the loss was multiplied by a scale, as `Zero3Optimizer` does for fp16
+    # The gradient on its way to CPU memory: on the device, kept because its memory would be used
+    # again during the copy; in pinned memory, (shard_numel,); the event after the copy; who gets
+    # it; and the names of the parameters that have contributed.
+    _leaving: tuple[torch.Tensor, torch.Tensor, torch.Event, GradientSink, Names] | None = None
 
     def __init__(self, comm: Communicator):
         self.comm = comm
@@ -54,7 +58,6 @@ class Reducer:
         # The exchange in flight, and the gradients that are views of its totals.
         self.exchange: Transfer | None = None
         self._exchanged: list[tuple[torch.Tensor, GradientSink, Names]] = []
-        self._leaving: _Leaving | None = None
 
     def make_way(self, layer: Reducible, pairs: Pairs) -> bool:
         """
@@ -169,7 +172,7 @@ class Reducer:
             arriving.copy_(total, non_blocking=True)
             event = self.comm.event()
             event.record()
-        self._leaving = _Leaving(total, arriving, event, sink, list(names))
+        self._leaving = (total, arriving, event, sink, list(names))
 
     def delivered(self) -> None:
         """
@@ -178,10 +181,11 @@ class Reducer:
         leaving = self._leaving
         self._leaving = None
         if leaving is not None:
+            _, arriving, copied, sink, names = leaving
             # The host waits, because it reads the gradient next.
-            leaving.copied.synchronize()
+            copied.synchronize()
             in_flight.end(self)
-            leaving.sink.add_grad(leaving.arriving, leaving.names)
+            sink.add_grad(arriving, names)
 
     def held_tensors(self) -> Iterator[torch.Tensor]:
         """
@@ -201,16 +205,3 @@ class Reducible(Sender, Protocol):
     """
 
     def add_reduced(self, totals: list[torch.Tensor]) -> None: ...
-
-
-class _Leaving(NamedTuple):
-    """
-    ## A reduced gradient on its way to CPU memory
-    """
-
-    # On the device. Keep it, or its memory would be used again during the copy.
-    total: torch.Tensor
-    arriving: torch.Tensor  # (shard_numel,), pinned CPU memory
-    copied: torch.Event  # the event after the copy
-    sink: GradientSink  # gets `arriving`
-    names: list[tuple[str, ...]]  # of the parameters that have contributed
