@@ -64,15 +64,15 @@ _LANGUAGE_MODELS = tuple(f"{MODELS}.{module}.modeling_{module}.{name}" for modul
     ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")))
 
 
-def attention(*more: type) -> Policy:
+def attention(*more: str | type) -> Policy:
     """
     ## Attention in one operation
 
     For labml's `MultiHeadAttention`, and the classes `more` with its forward. Within 1e-5 of the
     written-out forward in fp32, and 1e-12 in fp64.
     """
-    return Policy("attention", Attention,
-                  _all("labml_nn.transformers.mha.MultiHeadAttention", *more))
+    return Policy("attention", Attention, {
+        kind: {} for kind in ("labml_nn.transformers.mha.MultiHeadAttention", *more)})
 
 
 class Attention(Replacement):
@@ -96,31 +96,23 @@ class Attention(Replacement):
             # (queries, keys, batch, 1) to (batch, 1, queries, keys)
             mask = (self.prepare_mask(mask, query.shape, key.shape)
                     .permute(2, 3, 0, 1) != 0)
-        # (positions, batch, heads, d_k) to (batch, heads, positions, d_k)
+        # (positions, batch, heads, d_k) to (batch, heads, positions, d_k). The features of a head
+        # have to be side by side in memory, or torch writes out its attention, too.
         q, k, v = (
-            _side_by_side(x.permute(1, 2, 0, 3))
+            x.contiguous().permute(1, 2, 0, 3)
             for x in (self.query(query), self.key(key), self.value(value)))
         x = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
         return self.output(x.permute(2, 0, 1, 3).flatten(2))
 
 
-def _side_by_side(x: torch.Tensor) -> torch.Tensor:
-    """
-    #### The same tensor with the features of a head next to each other in memory
-
-    Otherwise torch writes out its attention, too.
-    """
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def rms_norm(*more: type) -> Policy:
+def rms_norm(*more: str | type) -> Policy:
     """
     ## The root mean square norm in one operation
 
     For Llama's norm and its copies, and the classes `more` with its forward and its attributes
     `weight` and `variance_epsilon`. Within 1e-6 of the written-out one in fp32.
     """
-    return Policy("rms_norm", RMSNorm, _all(*NORMS, *more))
+    return Policy("rms_norm", RMSNorm, {kind: {} for kind in (*NORMS, *more)})
 
 
 class RMSNorm(Replacement):
@@ -167,7 +159,7 @@ class _Norm(torch.autograd.Function):
         return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 
-def swiglu(*more: type) -> Policy:
+def swiglu(*more: str | type) -> Policy:
     """
     ## A gated feed-forward network that keeps less for backward
 
@@ -175,7 +167,7 @@ def swiglu(*more: type) -> Policy:
     `more` have the forward of Llama's. Same values in forward, and gradients within 1e-6 in fp32.
     """
     like_llama = _GATED[f"{MODELS}.llama.modeling_llama.LlamaMLP"]
-    return Policy("swiglu", SwiGLU, {**_GATED, **_all(*more, **like_llama)})
+    return Policy("swiglu", SwiGLU, {**_GATED, **dict.fromkeys(more, like_llama)})
 
 
 class SwiGLU(Replacement):
@@ -219,7 +211,7 @@ class _GatedProduct(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad * b, a), of_b
 
 
-def cross_entropy(*more: type, rows: int = 1024) -> Policy:
+def cross_entropy(*more: str | type, rows: int = 1024) -> Policy:
     """
     ## The loss of a language model without all of its logits
 
@@ -233,7 +225,7 @@ def cross_entropy(*more: type, rows: int = 1024) -> Policy:
     expect(whole(rows, 1), "policies.cross_entropy: `rows`", "a whole number of at least 1",
            repr(rows), "pass such a number, or leave it out")
     return Policy("cross_entropy", CrossEntropy,
-                  _all(*_LANGUAGE_MODELS, *more, rows=rows))
+                  {kind: {"rows": rows} for kind in (*_LANGUAGE_MODELS, *more)})
 
 
 class CrossEntropy(Replacement):
@@ -308,10 +300,3 @@ def tensor_parallel(mesh: DeviceMesh, more: Mapping[str | type, Pattern] | None 
     patterns = {**PATTERNS, **(STREAMS if sequence else {}), **(more or {})}
     replaces = {kind: {"pattern": each, "line": line} for kind, each in patterns.items()}
     return Policy("tensor_parallel", Split, replaces, line.prepare)
-
-
-def _all(*kinds: str | type, **options: Any) -> dict[str | type, Mapping[str, Any]]:
-    """
-    #### The same options for modules of all of these classes
-    """
-    return dict.fromkeys(kinds, options)
