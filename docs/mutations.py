@@ -370,9 +370,9 @@ MUTATIONS = [
             "zero, but it has a gradient: that of a weight which is not rounded. Without it the "
             "weight never changes. The loss falls all the same, by the biases and other layers."),
     Mutation(
-        "compressed-stays", "compression/freeing.py", "after_forward",
+        "compressed-stays", "compression/weights.py", "Compressed.after_forward",
         title="A compressed weight is not freed after forward",
-        old="        _free(place)\n",
+        old="            _free(place)\n",
         new="",
         breaks="I3", program="pruned",
         healthy="compressed weights in the graph after forward: 0 of 2",

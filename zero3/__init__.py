@@ -63,10 +63,9 @@ of the book (`docs/`).
 | more | `inject/patterns.py` | patterns: how known models are split |
 | more | `inject/__init__.py` | its public names |
 | more | `compression/rules.py` | rules: which compression, and when |
-| more | `compression/weights.py` | compressed weights: masks and grids |
+| more | `compression/weights.py` | compressed weights: masks and grids, freed after use |
 | more | `compression/thresholds.py` | the k-th smallest number of all ranks |
 | more | `compression/compress.py` | `compress`: rules that advance with the optimizer |
-| more | `compression/freeing.py` | compressed weights are freed after use |
 | more | `compression/distill.py` | `distill`: a student from a teacher's layers |
 | more | `compression/clean.py` | `clean`: a model that really is smaller |
 | more | `compression/stored.py` | weights that are stored in their bits |

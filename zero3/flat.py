@@ -500,7 +500,7 @@ class InFlight:
     | `Copy.rest` | an activation | dropped after the wait for its copy |
     | `Buffers.take` | a file of activations | the threads that moved its last blocks have ended |
     | `Channels.end` | activations that were sent | dropped after the wait; kept after an error |
-    | `compression/freeing.py` | a compressed weight | only the compute stream uses it |
+    | `Compressed.after_forward` | a compressed weight | only the compute stream uses it |
     | `FreedParameter.of_shard` | memory that was never filled | nobody knows it |
 
     As long as no rank has failed, freeing memory in flight would be a mistake of this package, and

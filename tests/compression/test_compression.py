@@ -946,8 +946,8 @@ def test_a_compressed_weight_is_freed_between_forward_and_backward():
     What autograd has saved has no memory then, nor after backward; the gradients are those of a
     weight that stays. Before a rule starts, the stored weight itself is computed with, and is left
     alone. Breaks if each layer keeps its compressed weight until backward.
-    Proves `Compressed`, `Compressed.forward`, `before_forward`,
-    `after_forward`.
+    Proves `Compressed`, `Compressed.forward`, `Compressed.before_forward`,
+    `Compressed.after_forward`.
     """
     torch.manual_seed(0)
     layer = nn.Linear(6, 5)
@@ -993,7 +993,8 @@ def test_a_compressed_weight_that_another_module_reads_is_kept_until_backward():
     """
     And not for ever, also if the module itself has failed. A cached one is kept while it is cached.
     Breaks if each step leaves a copy of the weight, or if a weight is freed that others need.
-    Proves `Compressed.__init__`, `Compressed.forward`, `before_forward`, `after_forward`.
+    Proves `Compressed.__init__`, `Compressed.forward`, `Compressed.before_forward`,
+    `Compressed.after_forward`.
     """
     torch.manual_seed(0)
     model = Reads()
@@ -1049,7 +1050,7 @@ def test_a_compressed_module_may_end_a_sharded_layer():
     """
     The losses are those of one process, as a mean over ranks. Breaks if the weight is made again
     before the layer has gathered the stored one.
-    Proves `after_forward`.
+    Proves `Compressed.after_forward`.
     """
     on_ranks = torch.tensor(run(ending_both, 2)).mean(0)
     assert torch.allclose(on_ranks, torch.tensor(ending("plain")).expand(2, -1), rtol=1e-3)
@@ -1068,7 +1069,7 @@ def test_a_compressed_module_may_keep_a_part_of_the_loss():
     """
     Backward begins with that part, so the weight has to be there. Breaks if it is freed: the
     process would crash.
-    Proves `after_forward`.
+    Proves `Compressed.after_forward`.
     """
     torch.manual_seed(0)
     layer = Keeps(6, 5)
@@ -1136,7 +1137,7 @@ def test_activation_checkpointing_and_freeing_agree():
     """
     Both kinds, around compressed layers that are sharded: the same weights, to the bit. Breaks if
     the weight that a recomputation has made is freed before its backward.
-    Proves `after_forward`.
+    Proves `Compressed.after_forward`.
     """
     on_ranks = run(checkpointed_each, 2)
     expected = on_ranks[0][0]

@@ -55,9 +55,9 @@ from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero3.compression.compress import named_modules
-from zero3.compression.freeing import Compressed
 from zero3.compression.stored import About, Stored, store, unpack
 from zero3.compression.weights import (
+    Compressed,
     Grid,
     Method,
     PrunedElements,

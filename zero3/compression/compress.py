@@ -51,10 +51,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from zero3.compression.freeing import Compressed
 from zero3.compression.rules import Prune, Quantize
 from zero3.compression.thresholds import kth_keys, layer_of, layers_of, own_keys
 from zero3.compression.weights import (
+    Compressed,
     Method,
     PrunedBias,
     PrunedElements,

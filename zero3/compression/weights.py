@@ -2,7 +2,8 @@ r"""
 # Compressed weights: masks and grids
 
 `Pruned` and `Quantised` are parametrizations of `torch.nn.utils.parametrize`: a module asks for its
-`weight`, and gets what they make of the stored one.
+`weight`, and gets what they make of the stored one. `Compressed` applies them, and gives the memory
+of what they make back between forward and backward.
 
 | the module's `weight` | from the stored weight $w$ |
 |---|---|
@@ -27,20 +28,26 @@ Neural Networks](https://arxiv.org/abs/2102.04010). The gradient ignores the rou
 element: the *straight-through* estimator, of [Estimating or Propagating
 Gradients](https://arxiv.org/abs/1308.3432).
 
-**Run this**: `python -m pytest tests/compression/test_compression.py -k fake`.
+**Run this**: `python -m pytest tests/compression/test_compression.py -k "fake or freed"`.
 
 **Not covered, and what that costs**: making a mask takes 16 bytes for each element of a weight,
-for a moment. Weights of fp64 have no keys.
+for a moment. Weights of fp64 have no keys. Modules that return other than one tensor or keep one,
+frozen weights, and a weight that another module reads, as attention does: their compressed weights
+stay until backward has passed.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from zero3.compression.rules import Prune
 from zero3.guards.options import expect
+from zero3.watch import in_backward, tensors_in
 
 Weighted = Any
 # The threshold below all keys.
@@ -396,3 +403,104 @@ class QuantisedInput(Method):
         to = grid(low.view(1), high.view(1), self.rule.bits, self.rule.symmetric)
         return torch.fake_quantize_per_tensor_affine(
             x, to.scales[0], to.zeros[0], to.least, to.most)
+
+
+# ----------------------------------------------------------------------------------------- freeing
+
+
+class Compressed(nn.Sequential):
+    r"""
+    ## A weight, as its rules make it of the stored one, while its module computes
+
+    A matrix product keeps the compressed weight for the backward pass, and the sharded layer frees
+    only the stored one. **Two layers of 100 elements** on two ranks, after forward:
+
+    | | stored, sharded | compressed |
+    |---|---|---|
+    | if autograd keeps it | 50 + 50 | 100 + 100 |
+    | with `Compressed` | 50 + 50 | 0 |
+
+    So the module frees it. In backward:
+
+    | event | the compressed weight |
+    |---|---|
+    | the gradient of the module's output is there | is made again, into the same storage |
+    | the gradients of its input and of this weight are computed | is used |
+    | the gradient of this weight is there | is freed |
+    | the gradient of the stored weight is computed | |
+
+    The layer has gathered the stored weight by then, because autograd calls all hooks of a tensor
+    before those of the operation that made it. With $C$ elements in the compressed weights of the
+    layer that computes,
+
+    $$\text{elements of compressed weights in memory} \le C$$
+
+    Masks are computed again too, by torch's own `checkpoint`. A weight is made three times in a
+    step.
+    """
+
+    def __init__(self, methods: list[Method], module: nn.Module):
+        """
+        ### Free the weight of a module when it has computed
+        """
+        super().__init__(*methods)
+        self.hooks = [module.register_forward_pre_hook(self.before_forward),
+                      module.register_forward_hook(self.after_forward, always_call=True)]
+        # The weights that were made since the forward of the module began; `None` outside of it.
+        self.made: list[torch.Tensor] | None = None
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """
+        ### Make the weight
+        """
+        apply_rules = super().forward
+        if not torch.is_grad_enabled() or not weight.requires_grad:
+            return apply_rules(weight)
+        found = checkpoint(apply_rules, weight, use_reentrant=False, preserve_rng_state=False)
+        # Before the first rule starts, it is the stored weight itself, which the layer frees.
+        is_own = found.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
+        if is_own and self.made is not None and not parametrize._cache_enabled:
+            self.made.append(found)
+        return found
+
+    def before_forward(self, module: nn.Module, args: object) -> None:
+        """
+        ### The module is about to compute
+        """
+        self.made = []
+
+    @torch.no_grad()
+    def after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        """
+        ### It has computed: free its weight, until the gradient of its output is there
+
+        * `output` is `None` if it has failed
+        """
+        made = self.made or []
+        self.made = None
+        # Backward may reach another tensor first, an auxiliary loss that the module has kept.
+        computed = [each.grad_fn for each in tensors_in((output, module)) if each.grad_fn]
+        if not isinstance(output, torch.Tensor) or len(computed) != 1 or in_backward():
+            return
+        for weight in made:
+            # Another tensor of the same storage: a hook that had `weight` would keep its graph
+            # alive. Writing to it is no change of the saved one.
+            place = weight.data
+            # Not a hook of the output, which the layer's own hook, set later, would follow.
+            computed[0].register_prehook(partial(self._fill, module, place))
+            weight.register_hook(partial(_free, place))
+            _free(place)
+
+    @torch.no_grad()
+    def _fill(self, module: Weighted, place: torch.Tensor, grads: object) -> None:
+        """
+        #### Make the weight again, into the memory where autograd looks for it
+        """
+        place.untyped_storage().resize_(place.numel() * place.itemsize)
+        place.copy_(self(module.parametrizations.weight.original))
+
+
+def _free(place: torch.Tensor, grad: object = None) -> None:
+    # With `create_graph=True` the graph of the gradients needs it.
+    if not torch.is_grad_enabled():
+        place.untyped_storage().resize_(0)

@@ -515,7 +515,7 @@ class Copy:
         """
         ### Whether only memory has it, of the size that it was saved with
 
-        Somebody may free it by resizing and fill it again, as `compression/freeing.py` does.
+        Somebody may free it by resizing and fill it again, as `Compressed` does.
         """
         return (not self.has_copy and self.memory is not None
                 and self.memory.untyped_storage().nbytes() == self.nbytes)
