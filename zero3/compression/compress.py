@@ -140,10 +140,9 @@ def _params(model: nn.Module) -> Iterator[nn.Parameter]:
     """
     #### The parameters of a model, also those that a sharded layer keeps as plain attributes
     """
-    for module in model.modules():
-        for value in (*vars(module).values(), *module._parameters.values()):
-            if isinstance(value, nn.Parameter):
-                yield value
+    return (value for module in model.modules()
+            for value in (*vars(module).values(), *module._parameters.values())
+            if isinstance(value, nn.Parameter))
 
 
 class Compression:
@@ -323,9 +322,10 @@ def _methods(module: Weighted, rules: list[Rule]) -> list[Method]:
     """
     #### What the rules of a layer do, in the order in which they do it
     """
-    order = [*METHODS.values()]
-    return [_class_of(rule)(rule, module)
-            for rule in sorted(rules, key=lambda rule: order.index(_class_of(rule)))]
+    return [kind(rule, module)
+            for kind in dict.fromkeys(METHODS.values())
+            for rule in rules
+            if _class_of(rule) is kind]
 
 
 def _share(added: list[tuple[Weighted, list[Method]]]) -> None:

@@ -236,10 +236,8 @@ class PrunedParts(Pruned):
         """
         ### The elements of those that are left, `(rows, 1, ...)` or `(1, columns, ...)`
         """
-        shape = [1] * len(self.shape)
-        shape[self.axis] = -1
-        width = self.shape[self.axis] // self.units()
-        return self.kept_units().repeat_interleave(width).view(shape)
+        along = self.kept_units().repeat_interleave(self.shape[self.axis] // self.units())
+        return along.view(-1, *[1] * (len(self.shape) - 1)).transpose(0, self.axis)
 
 
 def axes(module: nn.Module) -> tuple[int, int]:
