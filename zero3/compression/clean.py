@@ -358,8 +358,7 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
            "file; `load_state_dict` loads plain tensors")
     about = json.loads(metadata["zero3"])
     weights: dict[str, About] = about["weights"]
-    stored = {f"{weight}.{part}" for weight in weights for part in PARTS}
-    there = {*weights, *(tensors.keys() - stored)}
+    there = {*weights, *(name for name in tensors if name.rpartition(".")[0] not in weights)}
     places = {_file_name(place): (place, old)
               for place, old in _tensors(modules).items()}
     expect(there == places.keys(), f"read: {path}", "the names of the model",
@@ -425,10 +424,9 @@ def measure(model: nn.Module,
     with FlopCounterMode(display=False) as counter:
         model(example)
     nbytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    stored = [module for module in model.modules() if isinstance(module, Stored)]
     left = [*(p.numel() for p in model.parameters()),
             *(each.shape.numel() if each.mask is None else int(unpack(each.mask, 1).sum())
-              for each in stored)]
+              for each in model.modules() if isinstance(each, Stored))]
     return Size(nbytes, sum(left), counter.get_total_flops() // 2, loss)
 
 

@@ -99,20 +99,15 @@ class Stored(nn.Module):
         if kept is not None:
             numbers = numbers.new_zeros(numel).masked_scatter(kept, numbers)
         if self.scales is not None:
-            numbers = self._scaled(numbers.view(len(self.scales), -1), self.scales).view(-1)
+            if bits == 1:
+                numbers = 2 * numbers - 1
+            zeros = 0 if self.zeros is None else self.zeros.float()
+            rows = numbers.view(len(self.scales), -1) + self.about["least"]
+            numbers = ((rows - zeros) * self.scales).view(-1)
         if kept is not None:
             # A missing code counts as zero, which stands for another number.
             numbers = torch.where(kept, numbers, 0)
         return numbers.view(self.shape).to(dtype)
-
-    def _scaled(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """
-        #### The values of codes, `(rows, neighbours)`
-        """
-        if self.about["bits"] == 1:
-            return (2 * codes - 1) * scales
-        zeros = 0 if self.zeros is None else self.zeros.float()
-        return (codes + self.about["least"] - zeros) * scales
 
 
 def store(weight: torch.Tensor, kept: torch.Tensor | None, grid: Grid | None
