@@ -78,7 +78,9 @@ def distill(student: Chain,
     for model in (student, teacher):
         expect(isinstance(model, (Zero3Sequential, nn.Sequential)), "distill", "two chains, each "
                "`Zero3Sequential` or `nn.Sequential`", type(model), "pass such models", TypeError)
-    mine, theirs = _layers(student), _layers(teacher)
+    mine, theirs = (
+        [*(model.module_list if isinstance(model, Zero3Sequential) else model)]
+        for model in (student, teacher))
     good = isinstance(keep, list) and all(whole(i, 0, len(theirs) - 1) for i in keep)
     expect(good and len(keep) == len(mine), "distill: `keep`", f"{len(mine)} indices of layers, "
            f"from 0 to {len(theirs) - 1}", repr(keep), "pass one for each layer of the student")
@@ -121,13 +123,6 @@ def outputs(model: Chain, x: torch.Tensor) -> Iterator[torch.Tensor]:
     for layer in layers:
         x = layer(x)
         yield x
-
-
-def _layers(model: Chain) -> list[nn.Module]:
-    """
-    #### The layers of a chain
-    """
-    return [*(model.module_list if isinstance(model, Zero3Sequential) else model)]
 
 
 @torch.no_grad()
