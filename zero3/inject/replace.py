@@ -47,7 +47,6 @@ is not recompiled.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -87,8 +86,7 @@ class Replacement(nn.Module):
         """
 
 
-@dataclass(frozen=True, eq=False)
-class Policy:
+class Policy(NamedTuple):
     """
     ## Which classes get which replacement
 
@@ -162,15 +160,16 @@ def inject(model: nn.Module,
     policies = sorted(policies, key=lambda policy: policy.by.all_or_none)
     lines = report(model, policies)
     _check(model, policies, lines, strict)
-    modules = {policy: [model.get_submodule(line.path) for line in lines
-                        if line.policy == policy.name and not line.problem] for policy in policies}
+    modules = {policy.name: [model.get_submodule(line.path) for line in lines
+                             if line.policy == policy.name and not line.problem]
+               for policy in policies}
     for policy in policies:
         if policy.prepare:
-            policy.prepare(model, {m: policy.new_class(type(m)) for m in modules[policy]})
+            policy.prepare(model, {m: policy.new_class(type(m)) for m in modules[policy.name]})
     for policy in policies:
         # Modules of one class share the new one, as they shared the old one.
         new_class = functools.cache(policy.new_class)
-        for module in modules[policy]:
+        for module in modules[policy.name]:
             module.__class__ = new_class(type(module))  # type: ignore[arg-type]
             policy.by.begin(module)  # type: ignore[arg-type]
     return model
