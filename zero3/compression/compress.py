@@ -62,7 +62,7 @@ from zero3.compression.weights import (
     Quantised,
     QuantisedInput,
     Weighted,
-    axis_of,
+    axes,
 )
 from zero3.guards.options import expect
 from zero3.optimizer.buckets import Bucket
@@ -190,9 +190,10 @@ class Compression:
         layers = layers_of(_params(self.model))
         if isinstance(optimizer, Zero3Optimizer):
             return any(layer.reducer in optimizer.buckets for layer in layers)
-        shards = [flat.shard for layer in layers if not isinstance(layer.reducer, Bucket)
-                  for flat in layer.flats]
-        trained = {id(p) for p in (*_params(self.model), *shards)}
+        trained = {id(p) for p in (
+            *_params(self.model),
+            *(flat.shard for layer in layers if not isinstance(layer.reducer, Bucket)
+              for flat in layer.flats))}
         return any(id(p) in trained for group in optimizer.param_groups for p in group["params"])
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -245,15 +246,18 @@ class Compression:
             # Ranks that split other layers have the same shards of this one.
             return counts[: 1 if layer.comm.stages.same_layers else None].sum(dim=0)
 
-        # A stage may have none of the weights.
-        none = torch.empty(0, dtype=torch.int64, device=groups[0][0].state.device)
-        own = [(groups[0][0], none), *own_keys([*numbers])]
+        # A stage may have none of the weights, so the first list of keys is empty.
+        own = [(groups[0][0], groups[0][0].state[:0]), *own_keys([*numbers])]
         keys = torch.cat([each for _, each in own])
         lists = torch.cat([torch.full_like(each, numbers[pruned]) for pruned, each in own])
-        counts = [group[0].count for group in groups]
         bits = max(8 * group[0].original.dtype.itemsize + group[0].units().bit_length()
                    for group in groups)
-        found = kth_keys(keys, lists, counts, bits, total)
+        found = kth_keys(
+            keys,
+            lists,
+            [group[0].count for group in groups],
+            bits,
+            total)
         for pruned, i in numbers.items():
             pruned.state[1] = found[i]
             pruned.dtype = pruned.original.dtype
@@ -305,7 +309,7 @@ def _suits(rule: Rule, module: Weighted) -> bool:
         return weight[0].numel() % (rule.group or 1) == 0 and not (rule.of == "input" and is_read)
     if rule.kind == "element":
         return weight.element_size() <= 4
-    axis = axis_of(rule, module)
+    axis = axes(module)[0 if rule.kind == "row" else 1]
     # The second axis of a convolution in groups is that of one group.
     return ((axis == 0 or getattr(module, "groups", 1) == 1)
             and weight.shape[axis] % (rule.heads or 1) == 0)

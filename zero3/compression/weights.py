@@ -212,7 +212,7 @@ class PrunedParts(Pruned):
         """
         ### Prune parts of a weight along an axis
         """
-        self.axis = axis_of(rule, module)
+        self.axis = axes(module)[0 if rule.kind == "row" else 1]
         super().__init__(rule, module)
 
     def units(self) -> int:
@@ -250,13 +250,6 @@ def axes(module: nn.Module) -> tuple[int, int]:
                                            nn.modules.conv._ConvTransposeNd))
     is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
     return (1, 0) if has_inputs_first or is_conv1d else (0, 1)
-
-
-def axis_of(rule: Prune, module: nn.Module) -> int:
-    """
-    ## The axis of a weight that a rule for rows, channels or heads prunes
-    """
-    return axes(module)[0 if rule.kind == "row" else 1]
 
 
 class PrunedBias(nn.Module):
@@ -451,10 +444,13 @@ class Compressed(nn.Sequential):
         """
         ### Make the weight
         """
-        apply_rules = super().forward
         if not torch.is_grad_enabled() or not weight.requires_grad:
-            return apply_rules(weight)
-        found = checkpoint(apply_rules, weight, use_reentrant=False, preserve_rng_state=False)
+            return super().forward(weight)
+        found = checkpoint(
+            super().forward,
+            weight,
+            use_reentrant=False,
+            preserve_rng_state=False)
         # Before the first rule starts, it is the stored weight itself, which the layer frees.
         is_own = found.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
         if is_own and self.made is not None and not parametrize._cache_enabled:
