@@ -144,8 +144,8 @@ def _methods(module: Weighted) -> list[Method]:
     """
     #### The rules of a module's weight, if it is compressed
     """
-    is_changed = parametrize.is_parametrized(module, "weight")
-    made_by = module.parametrizations.weight[0] if is_changed else None
+    made_by = (module.parametrizations.weight[0] if parametrize.is_parametrized(module, "weight")
+               else None)
     return [*made_by] if isinstance(made_by, Compressed) else []
 
 
@@ -194,12 +194,13 @@ class Plan:
         ### Leave rows and columns out of a plain weight, its bias, and the sizes of its module
         """
         module = self.module
-        weight = module.weight
         if self.kept is not None:
             self.kept = _select(self.kept, cut)
         if self.grid is not None:
             self.grid = self._cut_grid(self.grid, cut)
-        module.weight = nn.Parameter(_select(weight.detach(), cut), weight.requires_grad)
+        module.weight = nn.Parameter(
+            _select(module.weight.detach(), cut),
+            module.weight.requires_grad)
         bias = getattr(module, "bias", None)
         if bias is not None:
             module.bias = nn.Parameter(bias.detach()[cut[axes(module)[0]]], bias.requires_grad)

@@ -81,9 +81,12 @@ def distill(student: Chain,
     mine, theirs = (
         [*(model.module_list if isinstance(model, Zero3Sequential) else model)]
         for model in (student, teacher))
-    good = isinstance(keep, list) and all(whole(i, 0, len(theirs) - 1) for i in keep)
-    expect(good and len(keep) == len(mine), "distill: `keep`", f"{len(mine)} indices of layers, "
-           f"from 0 to {len(theirs) - 1}", repr(keep), "pass one for each layer of the student")
+    expect(isinstance(keep, list) and len(keep) == len(mine)
+           and all(whole(i, 0, len(theirs) - 1) for i in keep),
+           "distill: `keep`",
+           f"{len(mine)} indices of layers, from 0 to {len(theirs) - 1}",
+           repr(keep),
+           "pass one for each layer of the student")
     expect(0 <= logits <= 1 and hidden >= 0 and temperature > 0, "distill", "`logits` from 0 to 1, "
            "`hidden` of at least 0, and a positive `temperature`",
            f"{logits}, {hidden} and {temperature}", "pass such numbers")
@@ -133,9 +136,9 @@ def _copy(layer: nn.Module, teacher: nn.Module) -> None:
     with _whole(teacher) as theirs, _whole(layer, writeback=True) as mine:
         wanted = {name.replace("parametrizations.", "").removesuffix(".original"): p
                   for name, p in mine.items()}
-        fits = {name: p.shape for name, p in theirs.items()} == {
-            name: p.shape for name, p in wanted.items()}
-        expect(fits, "distill", "layers that have the same parameters",
+        expect({name: p.shape for name, p in theirs.items()}
+               == {name: p.shape for name, p in wanted.items()},
+               "distill", "layers that have the same parameters",
                f"{[*wanted]} of the student, {[*theirs]} of the teacher",
                "look at `keep`; compress the student only")
         for name, p in wanted.items():
