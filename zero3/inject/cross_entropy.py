@@ -66,12 +66,17 @@ def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: t
     torch._assert_async((~counts | are_tokens).all(),
                         f"cross_entropy: expected targets from 0 to {tokens - 1}, or "
                         f"{ignore_index}. Got others. What to do: look at the labels.")
-    if count is None:
-        count = counts.sum()
-    first = own.begin if own else 0
     return _Chunked.apply(
-        hidden, weight, bias, targets, rows, ignore_index,
-        torch.is_grad_enabled(), count, split, first)
+        hidden,
+        weight,
+        bias,
+        targets,
+        rows,
+        ignore_index,
+        torch.is_grad_enabled(),
+        counts.sum() if count is None else count,
+        split,
+        own.begin if own else 0)
 
 
 class _Chunked(torch.autograd.Function):
@@ -122,14 +127,13 @@ class _Chunked(torch.autograd.Function):
             # The conjugate of the exchanges above: hidden states are the same on all ranks.
             sums[0] = split.all_reduce(sums[0])
         ctx.save_for_backward(*sums)
-        ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype]
         return loss / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        found = [None if total is None else (total * grad).to(dtype)
-                 for total, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        # Autograd converts a gradient to the data type of its tensor.
+        found = [None if total is None else total * grad for total in ctx.saved_tensors]
         return (*found, *[None] * (10 - len(found)))
 
 
