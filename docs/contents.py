@@ -233,7 +233,6 @@ FURTHER = (
         ("zero3/inject/tensor.py", "tensor parallelism"),
         ("zero3/inject/line.py", "what the ranks of a split model exchange"),
         ("zero3/inject/sequence.py", "norms on some of the positions"),
-        ("zero3/inject/patterns.py", "patterns: how known models are split"),
         ("zero3/inject/__init__.py", "its public names"),
         ("notebooks/13_tensor_parallel.ipynb", "How few bytes let two ranks compute one layer?")),
     chapter(

@@ -60,7 +60,6 @@ of the book (`docs/`).
 | more | `inject/tensor.py` | tensor parallelism |
 | more | `inject/line.py` | what the ranks of a split model exchange |
 | more | `inject/sequence.py` | norms on some of the positions |
-| more | `inject/patterns.py` | patterns: how known models are split |
 | more | `inject/__init__.py` | its public names |
 | more | `compression/rules.py` | rules: which compression, and when |
 | more | `compression/weights.py` | compressed weights: masks and grids, freed after use |

@@ -64,7 +64,7 @@ class Line:
 
     def __init__(self, group: Group, sequence: bool = False):
         """
-        ### Make a communicator of these ranks
+        ### Prepare for these ranks
 
         * `group` has the ranks of the mesh dimension
         * `sequence` says that there must be streams
@@ -73,7 +73,6 @@ class Line:
         self.size = group.size
         self.place = group.rank
         self.sequence = sequence
-        self.comm = Communicator((self.group,))
         # The sharded model, once there is one: `connect` sets it.
         self.model: ShardedModel | None = None
         # By a split module: whether its model has been compared.
@@ -213,7 +212,8 @@ class Line:
                 for name, t in tensors}
         same("tensor_parallel", self.group.ranks, self.group.gather(told),
              "build the model alike on all ranks", ValueError)
-        self.comm.broadcast(tensor for _, tensor in tensors if not tensor.is_meta)
+        Communicator((self.group,)).broadcast(
+            tensor for _, tensor in tensors if not tensor.is_meta)
         before_steps[model] = _compare_gradients
         # The modules of a model share it.
         mark = [False]
@@ -243,10 +243,9 @@ class Line:
         mark[0] = True
         given = [value for value in values if isinstance(value, torch.Tensor) and value.numel()]
         # On a GPU dropout draws the numbers of that GPU.
-        devices = dict.fromkeys(value.device for value in given)
         states = [torch.get_rng_state(), *(
             torch.get_device_module(at).get_rng_state(at)
-            for at in devices
+            for at in dict.fromkeys(value.device for value in given)
             if at.type != "cpu")]
         *inputs, numbers = [zlib.crc32(bytes_of(each.cpu()).numpy().tobytes())
                             for each in (*given, torch.cat(states))]

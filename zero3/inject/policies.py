@@ -47,13 +47,20 @@ from zero3.comm.parts import part_of
 from zero3.guards.options import expect, is_sharded, whole
 from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.inject.line import Line
-from zero3.inject.patterns import MODELS, NORMS, PATTERNS, STREAMS
 from zero3.inject.replace import Policy, Replacement
+from zero3.inject.sequence import Stream
 from zero3.inject.tensor import Pattern, Split
 
+MODELS = "transformers.models"
+LABML = "labml_nn.transformers"
+# Norms with a forward like Llama's.
+NORMS = tuple(f"{MODELS}.{module}.modeling_{module}.{name}RMSNorm" for module, name in (
+    ("llama", "Llama"), ("mistral", "Mistral"), ("mixtral", "Mixtral"), ("qwen2", "Qwen2"),
+    ("qwen3", "Qwen3"), ("phi3", "Phi3")))
+_LIKE_LLAMA = (("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"))
 # The linear layers of a gate, of the values that it gates, and of the output.
 _GATED: Mapping[str | type, Any] = {
-    "labml_nn.transformers.feed_forward.FeedForward": {
+    f"{LABML}.feed_forward.FeedForward": {
         "linears": ("layer1", "linear_v", "layer2"), "activation_name": "activation"},
     **{f"{MODELS}.{module}.modeling_{module}.{name}MLP": {
         "linears": ("gate_proj", "up_proj", "down_proj"), "activation_name": "act_fn"}
@@ -72,7 +79,7 @@ def attention(*more: str | type) -> Policy:
     written-out forward in fp32, and 1e-12 in fp64.
     """
     return Policy("attention", Attention, {
-        kind: {} for kind in ("labml_nn.transformers.mha.MultiHeadAttention", *more)})
+        kind: {} for kind in (f"{LABML}.mha.MultiHeadAttention", *more)})
 
 
 class Attention(Replacement):
@@ -166,8 +173,9 @@ def swiglu(*more: str | type) -> Policy:
     For labml's `FeedForward` with a gate and `nn.SiLU`, and for Llama's and its copies; the classes
     `more` have the forward of Llama's. Same values in forward, and gradients within 1e-6 in fp32.
     """
-    like_llama = _GATED[f"{MODELS}.llama.modeling_llama.LlamaMLP"]
-    return Policy("swiglu", SwiGLU, {**_GATED, **dict.fromkeys(more, like_llama)})
+    return Policy("swiglu", SwiGLU, {
+        **_GATED,
+        **dict.fromkeys(more, _GATED[f"{MODELS}.llama.modeling_llama.LlamaMLP"])})
 
 
 class SwiGLU(Replacement):
@@ -283,7 +291,7 @@ def tensor_parallel(mesh: DeviceMesh, more: Mapping[str | type, Pattern] | None 
     other layers stay whole on each rank.
 
     * `mesh` has one dimension: the ranks that split each layer
-    * `more` are further classes with their patterns
+    * `more` are further classes with their patterns, mixtures of experts for instance
     * `sequence` splits norms, dropouts and the residual stream by positions, in Hugging Face's
       models and labml's `Encoder`
 
@@ -300,3 +308,73 @@ def tensor_parallel(mesh: DeviceMesh, more: Mapping[str | type, Pattern] | None 
     patterns = {**PATTERNS, **(STREAMS if sequence else {}), **(more or {})}
     replaces = {kind: {"pattern": each, "line": line} for kind, each in patterns.items()}
     return Policy("tensor_parallel", Split, replaces, line.prepare)
+
+
+# ----------------------------------------------------------------------------------- known models
+
+_QKV = ("query", "key", "value")
+# Which linear layers of each class are split, and how.
+PATTERNS: Mapping[str | type, Pattern] = {
+    # `query` is a module with a `linear`, or in Primer EZ a list of this module and a convolution.
+    f"{LABML}.mha.MultiHeadAttention": Pattern(
+        columns=tuple(f"{x}{of}linear" for x in _QKV for of in (".", ".0.")),
+        rows=("output",),
+        divided=tuple(f"{x}{of}heads" for x in _QKV for of in (".", ".0.")),
+        shared=tuple(f"{x}.1.conv" for x in _QKV),
+        dropouts=(("dropout", 3),)),
+    f"{LABML}.feed_forward.FeedForward": Pattern(
+        columns=("layer1", "linear_v"),
+        rows=("layer2",),
+        dropouts=(("dropout", -1),)),
+    f"{LABML}.models.EmbeddingsWithPositionalEncoding": Pattern(embeddings=("linear",)),
+    f"{LABML}.models.EmbeddingsWithLearnedPositionalEncoding": Pattern(embeddings=("linear",)),
+    f"{LABML}.models.Generator": Pattern(heads=("projection",)),
+    f"{MODELS}.gpt2.modeling_gpt2.GPT2Attention": Pattern(
+        # Queries, keys and values together; with cross-attention queries alone, in `q_attn`.
+        columns=("c_attn", "q_attn"),
+        rows=("c_proj",),
+        block="split_size",
+        zero=("attn_dropout.p",),
+        after=("resid_dropout",),
+        divided=("num_heads", "split_size", "c_attn.nf", "q_attn.nf")),
+    f"{MODELS}.gpt2.modeling_gpt2.GPT2MLP": Pattern(
+        columns=("c_fc",),
+        rows=("c_proj",),
+        divided=("c_fc.nf",),
+        after=("dropout",)),
+    f"{MODELS}.gpt2.modeling_gpt2.GPT2LMHeadModel": Pattern(
+        embeddings=("transformer.wte",), heads=("lm_head",)),
+    **{f"{MODELS}.bert.modeling_bert.Bert{which}Attention": Pattern(
+        columns=_QKV,
+        zero=("dropout.p",),
+        divided=("num_attention_heads", "all_head_size"))
+       for which in ("Self", "Cross")},
+    f"{MODELS}.bert.modeling_bert.BertSelfOutput": Pattern(
+        rows=("dense",), after=("dropout", "LayerNorm")),
+    f"{MODELS}.bert.modeling_bert.BertIntermediate": Pattern(columns=("dense",)),
+    f"{MODELS}.bert.modeling_bert.BertOutput": Pattern(
+        rows=("dense",), after=("dropout", "LayerNorm")),
+    **{f"{MODELS}.{module}.modeling_{module}.{name}{part}": pattern
+       for module, name in _LIKE_LLAMA
+       for part, pattern in (
+           ("Attention", Pattern(
+               columns=("q_proj", "k_proj", "v_proj"),
+               rows=("o_proj",),
+               divisible=("config.num_attention_heads", "config.num_key_value_heads"),
+               zero=("attention_dropout",))),
+           ("MLP", Pattern(columns=("gate_proj", "up_proj"), rows=("down_proj",))),
+           ("ForCausalLM", Pattern(embeddings=("model.embed_tokens",), heads=("lm_head",))))}}
+# Where the residual stream of a model begins and ends. With `sequence=True` each rank has some of
+# the positions in between.
+STREAMS: Mapping[str | type, Pattern] = {
+    f"{LABML}.models.Encoder": Pattern(stream=Stream(
+        "layers", "norm", dim=0, classes=(f"{LABML}.models.TransformerLayer",))),
+    f"{MODELS}.gpt2.modeling_gpt2.GPT2Model": Pattern(stream=Stream(
+        "h", "ln_f", classes=(f"{MODELS}.gpt2.modeling_gpt2.GPT2Block",))),
+    f"{MODELS}.bert.modeling_bert.BertEncoder": Pattern(stream=Stream(
+        "layer", classes=tuple(f"{MODELS}.bert.modeling_bert.Bert{part}"
+                               for part in ("Layer", "Attention")))),
+    **{f"{MODELS}.{module}.modeling_{module}.{name}Model": Pattern(stream=Stream(
+        "layers", "norm", classes=(f"{MODELS}.{module}.modeling_{module}.{name}DecoderLayer",
+                                   *NORMS)))
+       for module, name in _LIKE_LLAMA}}

@@ -46,7 +46,7 @@ none and one. Shorter parts are padded while they travel.
 Embeddings, their dropout, and all that comes after the final norm are computed on whole sequences.
 Hidden states of single layers (`output_hidden_states`) have the positions of this rank. Between a
 forward and its backward with checkpointed activations, a pass of another length is an error. Models
-without a stream in `patterns.py` are refused.
+without a stream in `policies.py` are refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -231,8 +231,9 @@ class SequenceBorder(Border):
 
         * `length` is that of the pass that this is part of, here and below
         """
-        parts = whole.split(self.line.sizes(length), self.dim)
-        return parts[self.line.place].clone(memory_format=torch.contiguous_format)
+        return (whole
+                .split(self.line.sizes(length), self.dim)[self.line.place]
+                .clone(memory_format=torch.contiguous_format))
 
     def gathered(self, length: int, x: torch.Tensor) -> torch.Tensor:
         r"""

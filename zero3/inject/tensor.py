@@ -85,11 +85,22 @@ Dims = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Pattern:
-    """
+    r"""
     ## Which layers of a module are split, and how
 
     All are names of modules or numbers inside it. Names that it does not have are passed over, but
-    in `dropouts` and `after` they are errors.
+    in `dropouts` and `after` they are errors. For a network of Llama's it is
+
+        Pattern(columns=("gate_proj", "up_proj"), rows=("down_proj",))
+
+    | layer | weight | on each of two ranks |
+    |---|---|---|
+    | `gate_proj`, `up_proj` | $(f, d)$ | $(\frac{f}{2}, d)$, some of the outputs |
+    | `down_proj` | $(d, f)$ | $(d, \frac{f}{2})$, some of the inputs |
+
+    An attention computes with numbers that count its heads. Where the module keeps such a number,
+    it is `divided` by the number of ranks. Where it derives them from shapes, the number must be
+    `divisible`. A module that no pattern names stays whole on each rank.
     """
 
     columns: tuple[str, ...] = ()
@@ -189,9 +200,9 @@ class Split(Replacement):
                    type(self).__name__, "tensors that need a gradient as arguments",
                    "some inside a tuple or a list", "pass each as an argument of its own")
             # One tensor may be query, key and value.
-            entered = {id(t): self.border.enter(t)
-                       for t in dict.fromkeys(self.border.states(args, kwargs))}
-            args, kwargs = exchanged(args, kwargs, entered)
+            args, kwargs = exchanged(args, kwargs, {
+                id(t): self.border.enter(t)
+                for t in dict.fromkeys(self.border.states(args, kwargs))})
         return super().forward(*args, **kwargs)
 
 
@@ -249,8 +260,10 @@ class Weights(Replacement):
         """
         #### A whole weight, of the parts of all ranks
         """
-        box = own.reshape(part.rows, -1, part.width)
-        return self.line.gather_parts(box, 1, part.size).view(part.shape)
+        return self.line.gather_parts(
+            own.reshape(part.rows, -1, part.width),
+            1,
+            part.size).view(part.shape)
 
 
 class Column(Weights):
@@ -289,8 +302,7 @@ class VocabularyEmbedding(Weights):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         part = self.parts["weight"]
-        are_tokens = (ids >= 0) & (ids < part.size)
-        torch._assert_async(are_tokens.all(),
+        torch._assert_async(((ids >= 0) & (ids < part.size)).all(),
                             f"an embedding. Expected: tokens from 0 to {part.size - 1}. "
                             "Got: others. What to do: look at the data.")
         is_here = (part.begin <= ids) & (ids < part.end)
