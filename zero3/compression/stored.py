@@ -94,8 +94,7 @@ class Stored(nn.Module):
         kept = None if self.mask is None else unpack(self.mask, 1)[:numel].bool()
         # As in training.
         wide = torch.promote_types(dtype, torch.float32)
-        count = numel if kept is None else int(kept.sum())
-        numbers = (codes if bits is None else unpack(codes, bits))[:count].to(wide)
+        numbers = (codes if bits is None else unpack(codes, bits))[:numel].to(wide)
         if kept is not None:
             numbers = numbers.new_zeros(numel).masked_scatter(kept, numbers)
         if self.scales is not None:
