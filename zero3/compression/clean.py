@@ -424,11 +424,14 @@ def measure(model: nn.Module,
     """
     with FlopCounterMode(display=False) as counter:
         model(example)
-    nbytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     left = [*(p.numel() for p in model.parameters()),
             *(each.shape.numel() if each.mask is None else int(unpack(each.mask, 1).sum())
               for each in model.modules() if isinstance(each, Stored))]
-    return Size(nbytes, sum(left), counter.get_total_flops() // 2, loss)
+    return Size(
+        nbytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())),
+        parameters=sum(left),
+        multiply_adds=counter.get_total_flops() // 2,
+        loss=loss)
 
 
 def table(before: Size, after: Size) -> str:

@@ -128,11 +128,13 @@ def named_modules(model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module
     """
     whole = model if isinstance(model, nn.Module) else nn.Sequential(*model)
     found = dict(whole.named_modules())
-    is_sharded = any(isinstance(module, (Sharded, ShardedModel)) for module in found.values())
-    expect(not is_sharded and not any(map(layer_of, _params(whole))), "compression",
-           "a plain model, or a list of plain layers", "one that is sharded", "call `compress` "
-           "before wrapping; to clean, build the plain model anew, call `compress` on it with the "
-           "same rules, and then `clean(plain, trained=sharded)`")
+    expect(not any(isinstance(module, (Sharded, ShardedModel)) for module in found.values())
+           and not any(map(layer_of, _params(whole))),
+           "compression",
+           "a plain model, or a list of plain layers",
+           "one that is sharded",
+           "call `compress` before wrapping; to clean, build the plain model anew, call `compress` "
+           "on it with the same rules, and then `clean(plain, trained=sharded)`")
     return found
 
 

@@ -103,12 +103,11 @@ def distill(student: Chain,
         with torch.no_grad():
             theirs = [*outputs(teacher, x)]
         mine = [*outputs(student, x)]
-        loss = (1 - logits) * task(mine[-1])
         learnt, taught = (
             (of_layers[-1].flatten(0, -2).float() / temperature).log_softmax(dim=-1)
             for of_layers in (mine, theirs))
-        distance = F.kl_div(learnt, taught, log_target=True, reduction="batchmean")
-        loss = loss + logits * temperature**2 * distance
+        loss = (1 - logits) * task(mine[-1]) + logits * temperature**2 * F.kl_div(
+            learnt, taught, log_target=True, reduction="batchmean")
         if hidden:
             apart = [F.mse_loss(output, theirs[index])
                      for output, index in zip(mine[:-1], keep[:-1], strict=True)]
