@@ -64,7 +64,7 @@ class Line:
 
     def __init__(self, group: Group, sequence: bool = False):
         """
-        ### Prepare for these ranks
+        ### Make a communicator of these ranks
 
         * `group` has the ranks of the mesh dimension
         * `sequence` says that there must be streams
@@ -73,6 +73,7 @@ class Line:
         self.size = group.size
         self.place = group.rank
         self.sequence = sequence
+        self.comm = Communicator((self.group,))
         # The sharded model, once there is one: `connect` sets it.
         self.model: ShardedModel | None = None
         # By a split module: whether its model has been compared.
@@ -208,12 +209,12 @@ class Line:
         for module, stream in streams.items():
             stream.prepare(module, self)
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        told = {f"`{name}`": (tuple(t.shape), t.dtype)
-                for name, t in tensors}
-        same("tensor_parallel", self.group.ranks, self.group.gather(told),
-             "build the model alike on all ranks", ValueError)
-        Communicator((self.group,)).broadcast(
-            tensor for _, tensor in tensors if not tensor.is_meta)
+        same("tensor_parallel",
+             self.group.ranks,
+             self.group.gather({f"`{name}`": (tuple(t.shape), t.dtype) for name, t in tensors}),
+             "build the model alike on all ranks",
+             ValueError)
+        self.comm.broadcast(tensor for _, tensor in tensors if not tensor.is_meta)
         before_steps[model] = _compare_gradients
         # The modules of a model share it.
         mark = [False]
@@ -249,9 +250,14 @@ class Line:
             if at.type != "cpu")]
         *inputs, numbers = [zlib.crc32(bytes_of(each.cpu()).numpy().tobytes())
                             for each in (*given, torch.cat(states))]
-        told = {"inputs (their checksums)": inputs, "random numbers (their checksum)": numbers}
-        same("tensor_parallel", self.group.ranks, self.group.gather(told), "give all ranks of this "
-             "mesh dimension the same rows, and the same `torch.manual_seed`", ValueError)
+        same("tensor_parallel",
+             self.group.ranks,
+             self.group.gather({
+                 "inputs (their checksums)": inputs,
+                 "random numbers (their checksum)": numbers}),
+             "give all ranks of this mesh dimension the same rows, and the same "
+             "`torch.manual_seed`",
+             ValueError)
 
 
 def _check_ties(model: nn.Module, patterns: dict[nn.Module, Any]) -> None:
@@ -296,12 +302,14 @@ def _compare_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
              and p.grad is not None]
     every = line.all_gather(torch.stack([zero, *norms]).norm())
     # An accelerator may add up in another order.
-    alike = torch.allclose(every, every[:1], rtol=1e-5, equal_nan=True)
-    expect(alike, "a step of a split model", "the same gradients of the weights that ranks "
-           f"{line.group.ranks} all have", f"norms {every.tolist()}", "`wrap` the model, and clip "
-           "by `Zero3Optimizer(clip_grad_norm=)` or `model.clip_grad_norm_`, because torch's "
-           "`clip_grad_norm_` knows the parts of this rank alone; give all ranks of this mesh "
-           "dimension the same rows", RuntimeError)
+    expect(torch.allclose(every, every[:1], rtol=1e-5, equal_nan=True),
+           "a step of a split model",
+           f"the same gradients of the weights that ranks {line.group.ranks} all have",
+           f"norms {every.tolist()}",
+           "`wrap` the model, and clip by `Zero3Optimizer(clip_grad_norm=)` or "
+           "`model.clip_grad_norm_`, because torch's `clip_grad_norm_` knows the parts of this "
+           "rank alone; give all ranks of this mesh dimension the same rows",
+           RuntimeError)
 
 
 @dataclass(eq=False)

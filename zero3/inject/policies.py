@@ -129,8 +129,8 @@ class RMSNorm(Replacement):
 
     @classmethod
     def problem(cls, module: Any) -> str:
-        has_both = hasattr(module, "weight") and hasattr(module, "variance_epsilon")
-        return "" if has_both else "it has no `weight` and `variance_epsilon`"
+        return ("" if hasattr(module, "weight") and hasattr(module, "variance_epsilon")
+                else "it has no `weight` and `variance_epsilon`")
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
@@ -192,8 +192,8 @@ class SwiGLU(Replacement):
         if missing:
             return f"it has no `{missing[0]}`"
         activation = getattr(module, cls.activation_name, None)
-        is_silu = type(activation).__name__ in ("SiLU", "SiLUActivation")
-        return "" if is_silu else f"its activation is {activation}"
+        return ("" if type(activation).__name__ in ("SiLU", "SiLUActivation")
+                else f"its activation is {activation}")
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = (getattr(self, name) for name in self.linears)
@@ -250,8 +250,8 @@ class CrossEntropy(Replacement):
         head = module.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             return f"its head is a {type(head).__name__}"
-        is_plain = module.loss_function.__name__ == "ForCausalLMLoss"
-        return "" if is_plain else f"its loss is {module.loss_function.__name__}"
+        loss = module.loss_function.__name__
+        return "" if loss == "ForCausalLMLoss" else f"its loss is {loss}"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """

@@ -137,8 +137,8 @@ class Finding(NamedTuple):
     problem: str  # why it is not replaced, or an empty string
 
     def __str__(self) -> str:
-        how = f"not by {self.policy}: {self.problem}" if self.problem else f"by {self.policy}"
-        return f"`{self.path}` ({self.kind}) {how}"
+        return (f"`{self.path}` ({self.kind}) not by {self.policy}: {self.problem}" if self.problem
+                else f"`{self.path}` ({self.kind}) by {self.policy}")
 
 
 def inject(model: nn.Module,

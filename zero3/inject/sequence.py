@@ -137,8 +137,9 @@ class Stream:
         problem = next(self.problems(module, line.patterns), "")
         expect(not problem, "tensor_parallel: `sequence=True`", "modules that treat each position "
                f"by itself in `{type(module).__name__}`", problem, "leave `sequence` out")
-        border = SequenceBorder(line, self.dim)
-        line.borders.update(dict.fromkeys(self.inside(module, line.patterns), border))
+        line.borders.update(dict.fromkeys(
+            self.inside(module, line.patterns),
+            SequenceBorder(line, self.dim)))
 
     def begin(self, module: nn.Module, line: Line) -> None:
         """
@@ -256,9 +257,9 @@ class SequenceBorder(Border):
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
         """
         sizes = self.line.sizes(length)
-        rows = [self.line.padded(part, self.dim, length)
-                for part in x.split(sizes, self.dim)]
-        total = self.line.reduce_scatter(torch.stack(rows))
+        total = self.line.reduce_scatter(torch.stack([
+            self.line.padded(part, self.dim, length)
+            for part in x.split(sizes, self.dim)]))
         return total.narrow(self.dim, 0, sizes[self.line.place]).contiguous()
 
 
