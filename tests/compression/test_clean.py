@@ -76,7 +76,7 @@ def test_codes_are_packed_and_unpacked(bits):
 def test_the_lines_that_read_a_file_without_this_package_are_right(tmp_path):
     """
     Those at the head of `stored.py`. Breaks where a code stays an unsigned number.
-    Proves `write`, `About`.
+    Proves `write`.
     """
     torch.manual_seed(0)
     plain = [nn.Linear(5, 3)]
@@ -102,7 +102,7 @@ def test_a_file_is_as_small_as_the_bits_say_and_gives_the_same_weights(pruned, q
     with, to the bit, and so does the cleaned model. Breaks if a code is off by one, or if a pruned
     element is stored.
     Proves `write`, `Stored`, `Stored.__init__`, `clean.Plan.__init__`, `stored.store`,
-    `Stored.forward`, `About`, `Grid.codes`, `clean.Plan`, `Plan.store`, `Plan.release`.
+    `Stored.forward`, `Grid.codes`, `clean.Plan`, `Plan.store`, `Plan.release`.
     """
     if pruned is None and quantised is None:
         return

@@ -55,7 +55,7 @@ from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero3.compression.compress import named_modules
-from zero3.compression.stored import About, Stored, store, unpack
+from zero3.compression.stored import Stored, store, unpack
 from zero3.compression.weights import (
     Compressed,
     Grid,
@@ -330,8 +330,14 @@ def write(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     modules = named_modules(model)
     expect(not any(map(_methods, modules.values())), "write", "a cleaned model", "a compressed "
            "one", "call `clean` first")
-    weights = {_file_name(f"{prefix}.").strip("."): module.about
-               for prefix, module in modules.items() if isinstance(module, Stored)}
+    weights = {
+        _file_name(f"{prefix}.").strip("."): {
+            "shape": [*module.shape],
+            "dtype": str(module.dtype).removeprefix("torch."),
+            "bits": module.bits,
+            "least": module.least}
+        for prefix, module in modules.items()
+        if isinstance(module, Stored)}
     numbers = {f"{prefix}.{key}": value for prefix, module in modules.items()
                for key, value in vars(module).items()
                if type(value) is int and not key.startswith("_")}
@@ -358,7 +364,7 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
     expect("zero3" in metadata, f"read: {path}", "a file of `write`", "another one", "pass such a "
            "file; `load_state_dict` loads plain tensors")
     about = json.loads(metadata["zero3"])
-    weights: dict[str, About] = about["weights"]
+    weights = about["weights"]
     there = {*weights, *(name for name in tensors if name.rpartition(".")[0] not in weights)}
     places = {_file_name(place): (place, old)
               for place, old in _tensors(modules).items()}
@@ -373,7 +379,13 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
         if name in weights:
             parts = {part: tensors[f"{name}.{part}"].to(old.device) for part in PARTS
                      if f"{name}.{part}" in tensors}
-            _put(module, parts.pop("codes"), Stored(weights[name], **parts))
+            weight = weights[name]
+            _put(module, parts.pop("codes"), Stored(
+                torch.Size(weight["shape"]),
+                getattr(torch, weight["dtype"]),
+                weight["bits"],
+                weight["least"],
+                **parts))
         elif isinstance(old, nn.Parameter):
             param = nn.Parameter(tensors[name].to(old.device), old.requires_grad)
             setattr(module, key, params.setdefault(id(old), param))

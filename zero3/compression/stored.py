@@ -36,23 +36,10 @@ and 1. A symmetric weight of 4 bits, none of it pruned, is
 the cleaned model is small at rest and not fast.
 """
 
-from typing import TypedDict
-
 import torch
 from torch import nn
 
 from zero3.compression.weights import Grid
-
-
-class About(TypedDict):
-    """
-    ## What a reader of the file needs besides the tensors
-    """
-
-    shape: list[int]
-    dtype: str  # without `torch.`
-    bits: int | None
-    least: int
 
 
 class Stored(nn.Module):
@@ -66,20 +53,27 @@ class Stored(nn.Module):
     scales: torch.Tensor | None
     zeros: torch.Tensor | None
 
-    def __init__(self, about: About,
+    def __init__(self, shape: torch.Size,
+                 dtype: torch.dtype,
+                 bits: int | None,
+                 least: int,
                  mask: torch.Tensor | None = None,
                  scales: torch.Tensor | None = None,
                  zeros: torch.Tensor | None = None):
         """
         ### Prepare for a weight
 
-        * `about` is what the file says of it
+        * `shape` and `dtype` are those of the weight
+        * `bits` are those of a code; `None` if the elements are stored themselves
+        * `least` is added to each code
         * `mask` is uint8, a bit for each element; `scales` are fp32 and `zeros` uint8, each
           `(scales, 1)`, with one for each group of neighbours
         """
         super().__init__()
-        self.about = about
-        self.shape = torch.Size(about["shape"])
+        self.shape = shape
+        self.dtype = dtype
+        self.bits = bits
+        self.least = least
         self.register_buffer("mask", mask)
         self.register_buffer("scales", scales)
         self.register_buffer("zeros", zeros)
@@ -89,24 +83,22 @@ class Stored(nn.Module):
         ### The weight
         """
         numel = self.shape.numel()
-        bits = self.about["bits"]
-        dtype = getattr(torch, self.about["dtype"])
         kept = None if self.mask is None else unpack(self.mask, 1)[:numel].bool()
         # As in training.
-        wide = torch.promote_types(dtype, torch.float32)
-        numbers = (codes if bits is None else unpack(codes, bits))[:numel].to(wide)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        numbers = (codes if self.bits is None else unpack(codes, self.bits))[:numel].to(wide)
         if kept is not None:
             numbers = numbers.new_zeros(numel).masked_scatter(kept, numbers)
         if self.scales is not None:
-            if bits == 1:
+            if self.bits == 1:
                 numbers = 2 * numbers - 1
             zeros = 0 if self.zeros is None else self.zeros.float()
-            rows = numbers.view(len(self.scales), -1) + self.about["least"]
+            rows = numbers.view(len(self.scales), -1) + self.least
             numbers = ((rows - zeros) * self.scales).view(-1)
         if kept is not None:
             # A missing code counts as zero, which stands for another number.
             numbers = torch.where(kept, numbers, 0)
-        return numbers.view(self.shape).to(dtype)
+        return numbers.view(self.shape).to(self.dtype)
 
 
 def store(weight: torch.Tensor, kept: torch.Tensor | None, grid: Grid | None
@@ -119,11 +111,11 @@ def store(weight: torch.Tensor, kept: torch.Tensor | None, grid: Grid | None
     """
     # Codes of 3 bits are stored in 4.
     bits = None if grid is None else next(each for each in (1, 2, 4, 8) if each >= grid.bits)
-    stored = Stored({
-        "shape": [*weight.shape],
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "bits": bits,
-        "least": grid.least if grid else 0})
+    stored = Stored(
+        weight.shape,
+        weight.dtype,
+        bits,
+        grid.least if grid else 0)
     codes = weight.reshape(-1)
     if grid is not None:
         stored.scales = grid.scales.float().view(-1, 1)

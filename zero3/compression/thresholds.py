@@ -112,9 +112,10 @@ def own_keys(prunings: list[PrunedElements]) -> Iterator[tuple[PrunedElements, t
             for slot in slots:
                 part = inside(slice(begin, begin + len(shard)), slice(slot.offset, slot.end))
                 pruned = by_param[id(slot.param)]
-                # If the weight begins on an earlier rank, so many of its elements are there.
-                first = max(begin - slot.offset, 0)
-                yield pruned, pruned.keys(shard[part].to(layer.device), first)
+                yield pruned, pruned.keys(
+                    shard[part].to(layer.device),
+                    # If the weight begins on an earlier rank, so many of its elements are there.
+                    first=max(begin - slot.offset, 0))
             flat.storage.release()
 
 

@@ -149,8 +149,11 @@ class _Norm(torch.autograd.Function):
                 weight: torch.Tensor,
                 eps: float) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        r = r.div_(x.shape[-1]).add_(eps).rsqrt_()  # (..., 1)
+        r = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # (..., 1)
+             .square_()
+             .div_(x.shape[-1])
+             .add_(eps)
+             .rsqrt_())
         ctx.save_for_backward(x, weight, r)
         return (wide * r).to(x.dtype) * weight
 
