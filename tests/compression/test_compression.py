@@ -932,10 +932,10 @@ def test_weights_of_eight_bits_may_be_gathered_in_eight_bits():
 
 def test_a_quantised_weight_has_a_width():
     """
-    Proves `Quantised`, `Quantised.rows`.
+    Proves `Quantised`, `Quantised.grid`.
     """
     layer = nn.Linear(4, 3)
-    assert Quantised(Quantize(4, group=2), layer).rows(layer.weight).shape == (6, 2)
+    assert Quantised(Quantize(4, group=2), layer).grid(layer.weight).scales.shape == (6,)
 
 
 # ---------------------------------------------------------------------------------------- freeing

@@ -226,8 +226,10 @@ class PrunedParts(Pruned):
         """
         ### Which rows, channels or heads are left: `(units,)` bool
         """
-        parts = self.original.abs().transpose(0, self.axis).reshape(self.units(), -1)
-        sizes = parts.sum(dim=1, dtype=torch.float64)
+        sizes = (self.original.abs()
+                 .transpose(0, self.axis)
+                 .reshape(self.units(), -1)
+                 .sum(dim=1, dtype=torch.float64))
         kept = torch.ones_like(sizes, dtype=torch.bool)
         kept[sizes.argsort(stable=True)[: self.count]] = False
         return kept
@@ -334,12 +336,6 @@ class Quantised(Method):
     ## A weight in few bits
     """
 
-    def rows(self, weight: torch.Tensor) -> torch.Tensor:
-        """
-        ### The weight as `(rows, neighbours)` that share a scale
-        """
-        return weight.reshape(-1, self.rule.group or weight[0].numel())
-
     def grid(self, weight: torch.Tensor) -> Grid | None:
         """
         ### What the weight is rounded to now, or `None` before the start
@@ -350,7 +346,8 @@ class Quantised(Method):
         bits = self.rule.bits_at(self.steps)
         if bits is None:
             return None
-        rows = self.rows(weight.detach())
+        # (rows, neighbours), which share a scale
+        rows = weight.detach().reshape(-1, self.rule.group or weight[0].numel())
         if bits > 1:
             return grid(rows.amin(dim=1), rows.amax(dim=1),
                         bits, self.rule.symmetric)
@@ -365,7 +362,7 @@ class Quantised(Method):
         to = self.grid(weight)
         if to is None:
             return weight
-        rows = self.rows(weight)
+        rows = weight.reshape(len(to.scales), -1)
         if to.bits == 1:
             # torch has no operation for signs. Their value, with the gradient of the weight.
             signs = rows.detach().sign() * to.scales[:, None]
