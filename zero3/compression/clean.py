@@ -296,8 +296,9 @@ def _add_cut(cuts: dict[str, Cut],
     weight = getattr(layer, "weight", None)
     along = axes(layer)[0 if is_outputs else 1]
     kind = ("rows", "columns")[along]
-    fits = weight is not None and weight.dim() >= 2 and weight.shape[along] == len(kept)
-    expect(fits and getattr(layer, "groups", 1) == 1, f"clean: the {kind} of `{name}`",
+    expect(weight is not None and weight.dim() >= 2 and weight.shape[along] == len(kept)
+           and getattr(layer, "groups", 1) == 1,
+           f"clean: the {kind} of `{name}`",
            f"a layer with {len(kept)} of them, and without groups",
            None if weight is None else f"a weight of {tuple(weight.shape)}",
            "look at `follows`, at the names and at the shapes")

@@ -306,9 +306,10 @@ def _suits(rule: Rule, module: Weighted) -> bool:
     """
     weight = module.weight
     if isinstance(rule, Quantize):
-        # The `out_proj` of torch's attention.
-        is_read = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-        return weight[0].numel() % (rule.group or 1) == 0 and not (rule.of == "input" and is_read)
+        # The `out_proj` of torch's attention is never called.
+        return weight[0].numel() % (rule.group or 1) == 0 and not (
+            rule.of == "input"
+            and isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear))
     if rule.kind == "element":
         return weight.element_size() <= 4
     axis = axes(module)[0 if rule.kind == "row" else 1]

@@ -130,10 +130,9 @@ class Line:
         """
         ### A part with zeros behind it, so that all parts are as long as the longest one
         """
-        longest = -(-size // self.size)
         # Padding is given from the last dimension on, in front and behind.
         behind = (0, 0) * (x.dim() - 1 - dim % x.dim())
-        return F.pad(x, (*behind, 0, longest - x.shape[dim]))
+        return F.pad(x, (*behind, 0, -(-size // self.size) - x.shape[dim]))
 
     def gather_parts(self, x: torch.Tensor,
                      dim: int,
@@ -146,9 +145,10 @@ class Line:
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it.
         """
         rows = self.all_gather(self.padded(x, dim, size))
-        parts = [row.narrow(dim, 0, count)
-                 for row, count in zip(rows, self.sizes(size), strict=True)]
-        return torch.cat(parts, dim)
+        return torch.cat(
+            [row.narrow(dim, 0, count)
+             for row, count in zip(rows, self.sizes(size), strict=True)],
+            dim)
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
         r"""

@@ -271,9 +271,11 @@ class CrossEntropy(Replacement):
         # `wrap` may have put it into a unit of its own.
         parted = head.module if is_sharded(head) else head
         # Each position predicts the next token.
-        hidden = output.last_hidden_state[:, :-1].flatten(0, 1)
         loss = chunked_cross_entropy(
-            hidden, head.weight, labels[:, 1:].flatten(), head.bias,
+            output.last_hidden_state[:, :-1].flatten(0, 1),
+            head.weight,
+            labels[:, 1:].flatten(),
+            head.bias,
             rows=self.rows,
             count=count,
             split=vars(parted).get("line"),

@@ -122,8 +122,9 @@ class Stream:
             for name in self.absent:
                 if getattr(each, name, None) is not None:
                     yield f"its {kind.__name__} has a `{name}`"
-            known = kind in _POSITIONWISE or torch.typename(kind) in self.classes
-            if each not in split and not known:
+            if (each not in split
+                    and kind not in _POSITIONWISE
+                    and torch.typename(kind) not in self.classes):
                 yield f"its {kind.__name__} may need all positions"
             if "forward" in vars(each):
                 yield f"its {kind.__name__} has a `forward` of its own"

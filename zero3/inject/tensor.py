@@ -131,14 +131,13 @@ class Pattern:
                 (self.shared, SharedConvolution, None)):
             for child in filter(None, [_attribute(module, name) for name in names]):
                 dims = {}
-                blocks = 1
                 if dim is not None:
                     at = 1 - dim if _conv1d(child) else dim
-                    if by is Column and self.block:
-                        blocks = child.weight.shape[at] // _attribute(module, self.block)
+                    blocks = (child.weight.shape[at] // _attribute(module, self.block)
+                              if by is Column and self.block else 1)
                     dims["weight"] = (at, blocks)
-                if dim == 0 and getattr(child, "bias", None) is not None:
-                    dims["bias"] = (0, blocks)
+                    if dim == 0 and getattr(child, "bias", None) is not None:
+                        dims["bias"] = (0, blocks)
                 yield child, by, dims
 
 
@@ -306,12 +305,11 @@ class VocabularyEmbedding(Weights):
                             f"an embedding. Expected: tokens from 0 to {part.size - 1}. "
                             "Got: others. What to do: look at the data.")
         is_here = (part.begin <= ids) & (ids < part.end)
-        own = (ids - part.begin).where(is_here, 0)
         padding = self.padding_idx
         if padding is not None:
             padding = padding - part.begin if part.begin <= padding < part.end else None
-        found = F.embedding(own, self.weight, padding).where(is_here[..., None], 0)
-        return self.border.leave(found)
+        found = F.embedding((ids - part.begin).where(is_here, 0), self.weight, padding)
+        return self.border.leave(found.where(is_here[..., None], 0))
 
 
 class VocabularyHead(Weights):
