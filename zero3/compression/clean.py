@@ -105,8 +105,7 @@ def clean(model: nn.Module | Iterable[nn.Module], trained: ShardedModel | None =
     for plan in plans.values():
         plan.release()
     for name, cut in cuts.items():
-        plan = plans.get(name) or Plan(name, modules[name])
-        plan.cut(cut)
+        (plans.get(name) or Plan(name, modules[name])).cut(cut)
     for plan in plans.values():
         plan.store()
 

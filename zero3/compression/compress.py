@@ -250,16 +250,13 @@ class Compression:
 
         # A stage may have none of the weights, so the first list of keys is empty.
         own = [(groups[0][0], groups[0][0].state[:0]), *own_keys([*numbers])]
-        keys = torch.cat([each for _, each in own])
-        lists = torch.cat([torch.full_like(each, numbers[pruned]) for pruned, each in own])
-        bits = max(8 * group[0].original.dtype.itemsize + group[0].units().bit_length()
-                   for group in groups)
         found = kth_keys(
-            keys,
-            lists,
-            [group[0].count for group in groups],
-            bits,
-            total)
+            keys=torch.cat([each for _, each in own]),
+            lists=torch.cat([torch.full_like(each, numbers[pruned]) for pruned, each in own]),
+            ks=[group[0].count for group in groups],
+            bits=max(8 * group[0].original.dtype.itemsize + group[0].units().bit_length()
+                     for group in groups),
+            total=total)
         for pruned, i in numbers.items():
             pruned.state[1] = found[i]
             pruned.dtype = pruned.original.dtype

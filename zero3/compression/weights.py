@@ -50,8 +50,6 @@ from zero3.guards.options import expect
 from zero3.watch import in_backward, tensors_in
 
 Weighted = Any
-# The threshold below all keys.
-NOTHING = -1
 
 
 class Method(nn.Module):
@@ -59,7 +57,7 @@ class Method(nn.Module):
     ## What a rule does to one weight or input, and how far its schedule is
 
     `state`, a buffer, has the number of the optimizer's steps, and the threshold: the greatest key
-    that is pruned, or `NOTHING`.
+    that is pruned, or −1, which is below all keys.
     """
 
     state: torch.Tensor
@@ -70,7 +68,7 @@ class Method(nn.Module):
     def __init__(self, rule: Any, module: Weighted):
         super().__init__()
         self.rule = rule
-        self.register_buffer("state", torch.tensor([0, NOTHING], device=module.weight.device))
+        self.register_buffer("state", torch.tensor([0, -1], device=module.weight.device))
         # The steps as Python's number, with the buffer and the version that they are of. So reading
         # them waits for the device once in a step.
         self._known: tuple[torch.Tensor | None, int, int] = (None, 0, 0)
