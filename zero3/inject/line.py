@@ -71,7 +71,6 @@ class Line:
         """
         self.group = replace(group, same_layers=True)
         self.size = group.size
-        self.place = group.rank
         self.sequence = sequence
         self.comm = Communicator((self.group,))
         # The sharded model, once there is one: `connect` sets it.

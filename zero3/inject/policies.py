@@ -311,8 +311,11 @@ def tensor_parallel(mesh: DeviceMesh, more: Mapping[str | type, Pattern] | None 
            "pass `mesh[\"tensor\"]`")
     line = Line(group, sequence)
     patterns = {**PATTERNS, **(STREAMS if sequence else {}), **(more or {})}
-    replaces = {kind: {"pattern": each, "line": line} for kind, each in patterns.items()}
-    return Policy("tensor_parallel", Split, replaces, line.prepare)
+    return Policy(
+        "tensor_parallel",
+        Split,
+        {kind: {"pattern": each, "line": line} for kind, each in patterns.items()},
+        line.prepare)
 
 
 # ----------------------------------------------------------------------------------- known models

@@ -62,8 +62,6 @@ from zero3.guards.options import expect
 from zero3.inject.line import Border, Line, Swap
 from zero3.inject.replace import Replacement, become, own_class
 
-# How the classes of known streams name the states that they are called with.
-_STATES = ("hidden_states", "x", "query", "key", "value")
 # Modules that treat each position by itself.
 _POSITIONWISE = (nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity)
 
@@ -176,7 +174,9 @@ class SequenceBorder(Border):
         """
         return [
             *args[:1],
-            *(kwargs[name] for name in _STATES if name in kwargs)]
+            # As the classes of known streams call them.
+            *(kwargs[name] for name in ("hidden_states", "x", "query", "key", "value")
+              if name in kwargs)]
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """
@@ -234,7 +234,7 @@ class SequenceBorder(Border):
         * `length` is that of the pass that this is part of, here and below
         """
         return (whole
-                .split(self.line.sizes(length), self.dim)[self.line.place]
+                .split(self.line.sizes(length), self.dim)[self.line.group.rank]
                 .clone(memory_format=torch.contiguous_format))
 
     def gathered(self, length: int, x: torch.Tensor) -> torch.Tensor:
@@ -244,7 +244,7 @@ class SequenceBorder(Border):
         A rank sends $t-1$ times the bytes of the longest part. All ranks must call it. Raises
         `RuntimeError` if `x` is of a sequence of another length.
         """
-        count = self.line.sizes(length)[self.line.place]
+        count = self.line.sizes(length)[self.line.group.rank]
         expect(x.shape[self.dim] == count, "sequence parallelism", f"{count} of {length} "
                "positions on this rank", f"{x.shape[self.dim]} positions", "with checkpointed "
                "activations, run no pass of another length between forward and backward",
@@ -261,7 +261,7 @@ class SequenceBorder(Border):
         total = self.line.reduce_scatter(torch.stack([
             self.line.padded(part, self.dim, length)
             for part in x.split(sizes, self.dim)]))
-        return total.narrow(self.dim, 0, sizes[self.line.place]).contiguous()
+        return total.narrow(self.dim, 0, sizes[self.line.group.rank]).contiguous()
 
 
 # --------------------------------------------------------------------------- modules of a stream
@@ -343,7 +343,7 @@ class PartialDropout(Replacement):
         # A mask is drawn in the order of memory, so the whole mask has the order that `x` has.
         order = sorted(range(x.dim()), key=x.stride, reverse=True)
         ones = torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device).fill_(1)
-        mine = F.dropout(ones, self.p).split(sizes, self.dim)[self.border.line.place]
+        mine = F.dropout(ones, self.p).split(sizes, self.dim)[self.border.line.group.rank]
         return x * mine
 
 

@@ -241,7 +241,12 @@ class Weights(Replacement):
         self.parts: dict[str, WeightPart] = {}
         for name, (dim, blocks) in dims.items():
             whole = self.get_parameter(name)
-            part = WeightPart.of(whole.shape, dim, line.place, line.size, blocks)
+            part = WeightPart.of(
+                whole.shape,
+                dim,
+                line.group.rank,
+                line.size,
+                blocks)
             self.parts[name] = part
             self._parameters[name] = line.twin(whole, partial(_taken, part, dim))
 
@@ -251,8 +256,9 @@ class Weights(Replacement):
         ### Gather the whole weights (all-gather; all ranks must call it)
         """
         for name, part in self.parts.items():
-            own = self.get_parameter(name)
-            self._parameters[name] = self.line.twin(own, partial(self._whole, part))
+            self._parameters[name] = self.line.twin(
+                self.get_parameter(name),
+                partial(self._whole, part))
         del self.line, self.parts
 
     def _whole(self, part: WeightPart, own: torch.Tensor) -> torch.Tensor:
