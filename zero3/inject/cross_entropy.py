@@ -133,8 +133,10 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         # Autograd converts a gradient to the data type of its tensor.
-        found = [None if total is None else total * grad for total in ctx.saved_tensors]
-        return (*found, *[None] * (10 - len(found)))
+        return (
+            *(None if total is None else total * grad for total in ctx.saved_tensors),
+            # Targets and options have no gradients.
+            *[None] * 7)
 
 
 def _over_ranks(split: Line | None, total: torch.Tensor, of_target: torch.Tensor
