@@ -486,7 +486,7 @@ def test_masks_on_ranks_are_exact_and_those_of_one_process(ranks, cases, tmp_pat
     those of the formula. Breaks if a threshold is approximate, if a rank forgets the place of its
     shard, or if counting reads another shard than the one that was stepped.
     Proves `compress`, `Compression`, `Compression.__init__`, `Compression.find_thresholds`,
-    `Compression.advance`, `Compression.methods`, `thresholds.layer_of`, `own_keys`,
+    `Compression.advance`, `Compression.methods`, `own_keys`,
     `thresholds.layers_of`,
     `Compression.groups`, `named_modules`, `Method.steps`.
     """
@@ -718,7 +718,7 @@ def test_a_forward_that_is_kept_over_a_step_changes_no_threshold(ranks):
     """
     The last layer is whole from such a forward on, with the weights from before the step. Breaks
     where its parameters pass for plain ones then, and the threshold is that of the old weights.
-    Proves `thresholds.layer_of`, `LayerGuard.after_forward`.
+    Proves `LayerGuard.after_forward`.
     """
     for (found, ours), (expected, plain) in run(both_logged, ranks):
         assert found == expected

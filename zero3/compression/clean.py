@@ -436,12 +436,12 @@ def measure(model: nn.Module,
     """
     with FlopCounterMode(display=False) as counter:
         model(example)
-    left = [*(p.numel() for p in model.parameters()),
-            *(each.shape.numel() if each.mask is None else int(unpack(each.mask, 1).sum())
-              for each in model.modules() if isinstance(each, Stored))]
     return Size(
         nbytes=sum(t.nbytes for t in (*model.parameters(), *model.buffers())),
-        parameters=sum(left),
+        parameters=sum(p.numel() for p in model.parameters()) + sum(
+            each.shape.numel() if each.mask is None else int(unpack(each.mask, 1).sum())
+            for each in model.modules()
+            if isinstance(each, Stored)),
         multiply_adds=counter.get_total_flops() // 2,
         loss=loss)
 

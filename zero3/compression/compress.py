@@ -52,7 +52,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from zero3.compression.rules import Prune, Quantize
-from zero3.compression.thresholds import kth_keys, layer_of, layers_of, own_keys
+from zero3.compression.thresholds import kth_keys, layers_of, own_keys
 from zero3.compression.weights import (
     Compressed,
     Method,
@@ -129,7 +129,7 @@ def named_modules(model: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module
     whole = model if isinstance(model, nn.Module) else nn.Sequential(*model)
     found = dict(whole.named_modules())
     expect(not any(isinstance(module, (Sharded, ShardedModel)) for module in found.values())
-           and not any(map(layer_of, _params(whole))),
+           and not layers_of(_params(whole)),
            "compression",
            "a plain model, or a list of plain layers",
            "one that is sharded",

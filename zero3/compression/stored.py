@@ -84,9 +84,9 @@ class Stored(nn.Module):
         """
         numel = self.shape.numel()
         kept = None if self.mask is None else unpack(self.mask, 1)[:numel].bool()
-        # As in training.
-        wide = torch.promote_types(self.dtype, torch.float32)
-        numbers = (codes if self.bits is None else unpack(codes, self.bits))[:numel].to(wide)
+        numbers = (codes if self.bits is None else unpack(codes, self.bits))[:numel].to(
+            # As wide as in training.
+            torch.promote_types(self.dtype, torch.float32))
         if kept is not None:
             numbers = numbers.new_zeros(numel).masked_scatter(kept, numbers)
         if self.scales is not None:

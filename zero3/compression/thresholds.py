@@ -97,7 +97,8 @@ def own_keys(prunings: list[PrunedElements]) -> Iterator[tuple[PrunedElements, t
     layers = layers_of(pruned.original for pruned in prunings)
     for pruned in prunings:
         # Beside sharded layers all ranks have a plain one, and the first rank counts it.
-        if layer_of(pruned.original) is None and all(layer.comm.rank == 0 for layer in layers):
+        if (not layers_of([pruned.original])
+                and all(layer.comm.rank == 0 for layer in layers)):
             yield pruned, pruned.keys(pruned.original.detach().reshape(-1))
     for layer in layers:
         layer.expect(not getattr(layer.comm.links, "weights", None), "cannot prune elements",
@@ -123,11 +124,7 @@ def layers_of(params: Iterable[torch.Tensor]) -> list[Guarded]:
     """
     ## The sharded layers of these parameters; none in a plain model
     """
-    return [*dict.fromkeys(layer for layer in map(layer_of, params) if layer is not None)]
-
-
-def layer_of(param: torch.Tensor) -> Guarded | None:
-    """
-    ## The sharded layer that has a parameter, or `None`
-    """
-    return type(param).owner() if isinstance(param, FreedParameter) else None
+    return [*dict.fromkeys(
+        layer for param in params
+        if isinstance(param, FreedParameter)
+        and (layer := type(param).owner()) is not None)]
