@@ -270,18 +270,17 @@ class CrossEntropy(Replacement):
         head = self.get_output_embeddings()
         # `wrap` may have put it into a unit of its own.
         parted = head.module if is_sharded(head) else head
-        # Each position predicts the next token.
-        loss = chunked_cross_entropy(
-            output.last_hidden_state[:, :-1].flatten(0, 1),
-            head.weight,
-            labels[:, 1:].flatten(),
-            head.bias,
-            rows=self.rows,
-            count=count,
-            split=vars(parted).get("line"),
-            own=part_of(parted, "weight"))
         return import_module("transformers.modeling_outputs").CausalLMOutputWithPast(
-            loss=loss,
+            # Each position predicts the next token.
+            loss=chunked_cross_entropy(
+                output.last_hidden_state[:, :-1].flatten(0, 1),
+                head.weight,
+                labels[:, 1:].flatten(),
+                head.bias,
+                rows=self.rows,
+                count=count,
+                split=vars(parted).get("line"),
+                own=part_of(parted, "weight")),
             past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
             attentions=output.attentions)
