@@ -174,7 +174,7 @@ def test_injected_models_have_the_losses_and_gradients_of_plain_ones(which):
     In fp64, and in fp32 with a tolerance for rounding.
     Breaks if a forward or a gradient is another function.
     Proves `attention`, `Attention`, `Attention.forward`, `rms_norm`, `RMSNorm`, `swiglu`, `SwiGLU`,
-    `_GatedProduct`, `_Norm`, `cross_entropy`, `CrossEntropy`, `CrossEntropy.forward`, `_all`.
+    `_GatedProduct`, `_Norm`, `cross_entropy`, `CrossEntropy`, `CrossEntropy.forward`.
     """
     for dtype, rounding in ((torch.double, 0.0), (torch.float32, 1e-5)):
         model, listed, tolerance = make(which, dtype=dtype)
@@ -425,7 +425,7 @@ def test_what_is_kept_for_backward_is_as_the_table_says():
     """
     The elements that autograd keeps, plain minus injected, by the formulas of the table.
     Breaks if a forward keeps more.
-    Proves `_GatedProduct`, `_Norm`, `Attention.forward`, `_side_by_side`.
+    Proves `_GatedProduct`, `_Norm`, `Attention.forward`.
     """
     import transformers
 
