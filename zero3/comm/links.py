@@ -69,8 +69,6 @@ On the CPU the sums of the other replicas take memory until they are added, as m
 as there are replicas.
 """
 
-from __future__ import annotations
-
 import warnings
 import weakref
 import zlib

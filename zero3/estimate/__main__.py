@@ -5,7 +5,7 @@
 import argparse
 from collections.abc import Callable
 
-from zero3.estimate.between import Choice, best, choices
+from zero3.estimate.between import choices
 from zero3.estimate.formulas import (
     Place,
     advise,
@@ -129,45 +129,23 @@ def _show_bandwidth(args: argparse.Namespace, place: Place) -> None:
 
 def show_layouts(args: argparse.Namespace) -> None:
     """
-    ## Print what each layout costs, and which one to take
+    ## Print what each layout costs: the one that sends the fewest bytes between nodes first
     """
-    found = choices(args.params, args.ranks, args.nodes, args.layers, args.messages)
-    chosen = best(found, args.gpu)
-    exact = best([each for each in found if not each.rounds], args.gpu)
     how = "messages, as on the CPU" if args.messages else "rings, as on GPUs"
     print(f"{args.params:,.0f} parameters in {args.layers} layers, on {args.nodes} nodes of "
           f"{args.ranks // args.nodes} rank(s), in half precision with Adam.\nGB (1e9 bytes) of a "
           "rank at the peak of a step, without activations, and GB that leave\neach node in a "
-          f"step, in {how}:\n")
+          f"step, in {how}. Rounded numbers change losses:\n")
     rows = [("layout", ["of a rank", "leave a node", *(["seconds"] if args.link else [])],
              "  numbers")]
-    marks = {id(exact): "  <- the fewest, exact", id(chosen): "  <- the fewest"}
-    for each in found:
+    for each in choices(args.params, args.ranks, args.nodes, args.layers, args.messages):
         cells = [gigabytes(each.peak_bytes), gigabytes(each.between_bytes)]
         if args.link:
             cells.append(f"{each.between_bytes / args.link:,.3f}")
         numbers = "  rounded" if each.rounds else "  exact"
-        rows.append((each.name, cells, numbers + marks.get(id(each), "")))
-    if args.gpu is not None:
-        rows.append(("a rank has", [gigabytes(args.gpu)], ""))
+        too_much = args.gpu is not None and each.peak_bytes > args.gpu
+        rows.append((each.name, cells, f"{numbers}, does not fit" if too_much else numbers))
     print_table(rows)
-    print(f"\n{_advice(chosen, exact)}")
-
-
-def _advice(chosen: Choice | None, exact: Choice | None) -> str:
-    """
-    #### Which layout to take, in words
-    """
-    if chosen is None:
-        return "None fits. More ranks need less memory each; without --nodes, see about offload."
-    said = f"Take {chosen.name}: the fewest bytes between nodes that fit."
-    if not chosen.rounds:
-        return f"{said} The numbers are exact."
-    said += " It rounds what travels, so losses differ."
-    if exact:
-        times = exact.between_bytes / chosen.between_bytes
-        said += f"\nWith exact numbers take {exact.name}: {times:.1f} times as many bytes."
-    return said
 
 
 def show_activations(args: argparse.Namespace) -> None:

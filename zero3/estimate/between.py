@@ -48,7 +48,6 @@ from dataclasses import dataclass
 from zero3.comm.encodings import Encoding, Int4, Int8
 from zero3.estimate.formulas import ELEMENT_BYTES, LayerSpec, Part
 from zero3.estimate.predict import predict
-from zero3.guards.options import expect
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,8 @@ class Layout:
     \text{near} = R - 1 \qquad \text{across} = G - 1$$
 
     * `ranks` share each layer: those of one node or one replica, if there are several
-    * `nodes` and `replicas` are as in a mesh
+    * `nodes` and `replicas` are as in a mesh, which has one of the two
     * `weights`, `gradients` and `secondary` are as for `Links`
-
-    Raises `ValueError` if there are nodes and replicas.
     """
 
     ranks: int
@@ -83,10 +80,6 @@ class Layout:
     weights: Encoding | None = None
     gradients: Encoding | None = None
     secondary: bool = False
-
-    def __post_init__(self) -> None:
-        expect(1 in (self.nodes, self.replicas), "Layout", "nodes or replicas",
-               f"{self.nodes} nodes and {self.replicas} replicas", "leave one of them out")
 
     @property
     def shards(self) -> int:
@@ -182,6 +175,9 @@ def choices(params: float,
 
     * all `layers` are taken to have the same size
     * `ranks` are those of all `nodes`, and a multiple of them
+
+    The one that sends the fewest bytes between nodes comes first. Bytes that agree in three digits
+    count as equal: then the least memory decides.
     """
     part = Part(-(-int(params) // layers), ELEMENT_BYTES, True)
     found = []
@@ -195,17 +191,5 @@ def choices(params: float,
             name, rounds=layout.weights is not None or layout.gradients is not None,
             between_bytes=between_bytes(layout, nodes, part.numel, layers, by_messages),
             peak_bytes=peak_bytes))
-    return found
+    return sorted(found, key=lambda each: (float(f"{each.between_bytes:.2e}"), each.peak_bytes))
 
-
-def best(found: list[Choice], has_bytes: float | None) -> Choice | None:
-    """
-    ## The choice with the fewest bytes between nodes that fits, if there is one
-
-    Bytes that agree in three digits count as equal: then the least memory decides.
-
-    * `has_bytes` is the memory of a rank; without it, all choices fit
-    """
-    fitting = [each for each in found if has_bytes is None or each.peak_bytes <= has_bytes]
-    return min(fitting, key=lambda each: (float(f"{each.between_bytes:.2e}"), each.peak_bytes),
-               default=None)

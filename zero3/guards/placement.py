@@ -29,8 +29,6 @@ Parameters of one memory in two layers of a chain: each trains on its own. A ten
 parameter's memory in a list or a closure: it keeps the old values.
 """
 
-from __future__ import annotations
-
 import secrets
 from typing import Any
 
