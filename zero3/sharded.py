@@ -21,8 +21,6 @@ $$\lVert g \rVert = \sqrt{\sum_{r=0}^{N-1} \lVert g^{(r)} \rVert^2}$$
 **Not covered, and what that costs**: `full_params()` holds the whole layer on each rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -83,8 +81,8 @@ class Sharded(Trained, Guarded):
 
     def __init__(self, module: nn.Module,
                  comm: Communicator,
-                 offload: Offload | str | None,
-                 activations: Activations | Offload | str | None):
+                 offload: "Offload | str | None",
+                 activations: "Activations | Offload | str | None"):
         """
         ### Take a module, and the parts that later chapters replace
 
@@ -205,7 +203,7 @@ class Sharded(Trained, Guarded):
         for flat, full in zip(self.flats, fulls, strict=True):
             flat.storage.replace(self.comm.scatter(full))
 
-    def and_inside(self, prefix: str) -> Iterator[tuple[str, Sharded]]:
+    def and_inside(self, prefix: str) -> "Iterator[tuple[str, Sharded]]":
         """
         ### This layer and the sharded layers inside, each with the prefix of its parameters' names
         """
@@ -279,7 +277,7 @@ class ShardedModel(Trained, Named):
         return list(dict.fromkeys(
             chunk for _, layer in self.named_layers() for chunk in layer.get_trainable_chunk()))
 
-    def named_layers(self) -> Iterator[tuple[str, Sharded]]:
+    def named_layers(self) -> "Iterator[tuple[str, Sharded]]":
         """
         ### The layers, each with the prefix of its parameters' names in the plain model
         """
@@ -373,7 +371,7 @@ class Schedule:
 
 def communicator(rank: int | None = None,
                  world_size: int | None = None,
-                 mesh: DeviceMesh | Links | None = None) -> Communicator:
+                 mesh: "DeviceMesh | Links | None" = None) -> Communicator:
     """
     ## The communicator of a layer
 

@@ -25,8 +25,6 @@ $$(N-1)\, b \quad \text{bytes}$$
 time-out of the process group. With gloo they notice at once that a rank has ended.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import weakref
@@ -166,7 +164,7 @@ class Group:
                 "or was stopped. All ranks have to call the same functions. "
                 "`init_process_group(timeout=)` sets how long they wait.")
 
-    def only_this(self) -> Group:
+    def only_this(self) -> "Group":
         """
         ### The group of this rank alone, which sends nothing
         """
@@ -299,7 +297,7 @@ class Listener:
     def record(self, sender: Any,
                event: str,
                nbytes: int | None = 0,
-               transfer: Counted | None = None,
+               transfer: "Counted | None" = None,
                tier: str = "device") -> None:
         """
         ### Do nothing

@@ -26,8 +26,6 @@ two blocks.
 **Not covered, and what that costs**: a weight is split along one dimension only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,7 +57,7 @@ class WeightPart:
            dim: int,
            place: int,
            count: int,
-           blocks: int = 1) -> WeightPart:
+           blocks: int = 1) -> "WeightPart":
         """
         ### The part of one rank
 

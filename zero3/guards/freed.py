@@ -17,8 +17,6 @@ memory and to `OpenParameter` when it fills it again. The object stays the same.
 **Not covered, and what that costs**: code that bypasses `__torch_function__`, in C++ for instance.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import torch
@@ -86,7 +84,7 @@ class FreedParameter(nn.Parameter):
     def named(cls, owner: Guarded,
               name: str,
               cure: str,
-              is_shard: bool = False) -> type[FreedParameter]:
+              is_shard: bool = False) -> "type[FreedParameter]":
         """
         ### The subclass for one parameter
         """

@@ -15,8 +15,6 @@ $$\text{least} \le \text{value} \le \text{most}$$
 **Not covered, and what that costs**: values of tensors, and models. The layers check these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
@@ -150,7 +148,7 @@ class Guarded(nn.Module, Named):
         """
         return True
 
-    def lenders(self) -> Iterator[Guarded]:
+    def lenders(self) -> "Iterator[Guarded]":
         """
         ### The layers whose parameters the module can read while it computes
         """

@@ -55,8 +55,6 @@ knows the cost of Newton-Schulz only. If an owner's step fails, others have step
 Matrices that tensor parallelism has split are refused.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -89,7 +87,7 @@ class Owners:
     It is empty unless a param group has the option `optimizer`.
     """
 
-    def __init__(self, stepper: Stepper, groups: dict[int, Options]):
+    def __init__(self, stepper: "Stepper", groups: dict[int, Options]):
         """
         ### Choose the owners, and make the inner optimizers
 
@@ -277,7 +275,7 @@ class Owners:
         return inside(slice(whole.slot.offset, whole.slot.end),
                       slice(rank * numel, (rank + 1) * numel))
 
-    def _start(self, event: str, carried: list[Carried]) -> None:
+    def _start(self, event: str, carried: "list[Carried]") -> None:
         """
         #### Start to send pieces to the owners, or back
 
@@ -367,7 +365,7 @@ class Owners:
             group.update({key: value
                           for key, value in saved.items() if key != "params"})
 
-    def spread(self) -> dict[nn.Parameter, Spread]:
+    def spread(self) -> "dict[nn.Parameter, Spread]":
         """
         ### The states of all whole parameters in pieces, for a checkpoint (all ranks call it)
 
