@@ -891,8 +891,7 @@ def test_one_replica_saves_and_every_layout_of_groups_loads(shape, tmp_path):
     A checkpoint has one replica's files. It is loaded on every other layout, with the same bits;
     on the same layout the run goes on with the bits, and the random numbers, that it would have
     had. Breaks where two replicas write one file, and where one resumes with the other's dropout.
-    Proves I10, `save_load.save`, `load`, `_random_key`, `Saving.begin`,
-    `Peers.in_first_replica`.
+    Proves I10, `save_load.save`, `load`, `_random_key`, `Saving.begin`.
     """
     count = math.prod(shape) if isinstance(shape, tuple) else shape
     folder = str(tmp_path / "run")

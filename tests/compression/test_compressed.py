@@ -53,7 +53,7 @@ def test_the_job_ends_with_a_small_model_that_is_as_good(recipe, ran):
     adds to those of a dense model. The loss of the cleaned model is that of the trained one; the
     file has its weights, without this package. Breaks if the job cleans another step than it
     trained.
-    Proves `rules_8`, `rules_4_half`, `rules_rows_heads`, `compressed.finish`,
+    Proves `rules_4_half`, `rules_rows_heads`, `compressed.finish`,
     `take_over`, `Job.held_out_loss`, `Job.predicted`, `write`.
     """
     out = ran[1] / recipe

@@ -49,7 +49,7 @@ def refused(capsys, main, *options):
 
 
 @pytest.mark.parametrize("option", ["--params", "--ranks", "--gpu", "--cpu", "--nvme", "--layers",
-                                    "--tokens", "--tflops", "--nodes", "--link"])
+                                    "--tokens", "--nodes", "--link"])
 def test_a_hostile_number_is_one_line_of_the_estimate(option, capsys):
     """
     Not finite, negative, empty, no number, too large to multiply, with escape codes. Breaks where a

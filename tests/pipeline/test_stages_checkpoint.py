@@ -396,7 +396,7 @@ def test_one_replica_of_each_stage_saves(saved, tmp_path):
     """
     Two stages in two replicas: one file for each stage. It loads on two stages of two ranks, and
     the other way round. Breaks where the replicas of two stages are taken for each other.
-    Proves `Saving.begin`, `Saving.wait`, `Peers.in_first_replica`.
+    Proves `Saving.begin`, `Saving.wait`.
     """
     replicas = ("replicas", 2, 2, 1)
     answers = run(saves, 4, replicas, tmp_path / "a", BOTH)

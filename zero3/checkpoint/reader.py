@@ -600,8 +600,10 @@ def _read_manifest(path: Path) -> Manifest:
     head = _first_line(b"")
     Broken.unless(raw[: len(head)] == _first_line(raw[len(head) :]),
                   f"{path} is damaged: it does not match its checksum")
-    # A checkpoint that was made from another format may not count them.
+    # A checkpoint that was made from another format may have no places.
     manifest.setdefault("places", 1)
+    for flat in manifest["flats"]:
+        flat.setdefault("place", 0)
     # Another program may have written it.
     _check_types(manifest, Manifest, "the manifest")
     used = [*(flat["place"] for flat in manifest["flats"]),

@@ -207,7 +207,7 @@ class Saving:
             described = self._prepare(extra)
         self.manifest |= self.entries.manifest(described)
         # One replica writes. The others have the same shards; their own buffers are not saved.
-        listed = (self.entries.entries(self.manifest) if self.entries.comm.in_first_replica
+        listed = (self.entries.entries(self.manifest) if self.entries.comm.replicas.rank == 0
                   else [])
         # The random number states of each replica of this shard (all-gather).
         streams = self.entries.comm.replicas.gather(

@@ -363,17 +363,16 @@ class Communicator(Peers):
         transfer = Transfer(self, senders[0], action, pairs, self.event(), row, options)
         transfer.from_cpu = any(each.device != full.device for full, each in pairs)
         for group in groups:
-            if group.size == 1:
-                continue
-            mine = announced(row, self.device)
-            # NCCL runs collectives in order. So this one brings the other ranks' announcements,
-            # whatever they are about to send.
-            order = mine.new_empty(group.size, 4)
-            if self.by_messages:
-                order[group.rank] = mine
-            self.send(transfer, group, order, mine, all_gather_single, _ORDER_TAG)
-            transfer.orders.append((group, order))
-            transfer.order_bytes += _ORDER_BYTES * (group.size - 1)
+            if group.size > 1:
+                mine = announced(row, self.device)
+                # NCCL runs collectives in order. So this one brings the other ranks' announcements,
+                # whatever they are about to send.
+                order = mine.new_empty(group.size, 4)
+                if self.by_messages:
+                    order[group.rank] = mine
+                self.send(transfer, group, order, mine, all_gather_single, _ORDER_TAG)
+                transfer.orders.append((group, order))
+                transfer.order_bytes += _ORDER_BYTES * (group.size - 1)
         transfer.announced = len(transfer.works)
         return transfer
 
@@ -492,13 +491,12 @@ class Communicator(Peers):
         """
         part = full
         for group in self.sharers:
-            if group.size == 1:
-                continue
-            parts = [bytes_of(each) for each in part.view(group.size, -1)]
-            part = part.new_empty(len(part) // group.size)
-            if len(part):
-                group.together("first values", dist.scatter, bytes_of(part),
-                               parts if group.rank == 0 else None, group_src=0)
+            if group.size > 1:
+                parts = [bytes_of(each) for each in part.view(group.size, -1)]
+                part = part.new_empty(len(part) // group.size)
+                if len(part):
+                    group.together("first values", dist.scatter, bytes_of(part),
+                                   parts if group.rank == 0 else None, group_src=0)
         self.broadcast([part], groups=[self.replicas])
         return part
 
@@ -573,7 +571,19 @@ class Transfer(Counted):
         """
         try:
             with named_range(f"wait for the {self.action} of {self.sender.label}"):
-                totals = self._wait()
+                # The backup stream takes the sums, because it may copy them to CPU memory next. For
+                # all else the compute stream itself waits, so that the fetch stream goes on with
+                # the next layer.
+                with self.comm.on(self.comm.backup_stream) if self.add else nullcontext():
+                    self._arrive()
+                    totals = [self.add(*pair) for pair in self.pairs if self.add]
+                    if self.add:
+                        self.done.record()
+                self.comm.current_stream().wait_event(self.done)
+                if self.from_cpu:
+                    # The host waits too, because an optimizer on the CPU writes to the shard in
+                    # place.
+                    self.done.synchronize()
         except BaseException:
             # Something may still arrive.
             in_flight.lose(self)
@@ -585,26 +595,6 @@ class Transfer(Counted):
         self.works = []
         self.pairs = []
         self.buffers = []
-        return totals
-
-    def _wait(self) -> list[torch.Tensor]:
-        """
-        #### Wait on the right stream, and add what a reduce has received
-        """
-        totals: list[torch.Tensor] = []
-        if self.add:
-            # The backup stream takes the sums, because it may copy them to CPU memory next.
-            with self.comm.on(self.comm.backup_stream):
-                self._arrive()
-                totals = [self.add(*pair) for pair in self.pairs]
-                self.done.record()
-        else:
-            # The compute stream itself waits, so that the fetch stream goes on with the next layer.
-            self._arrive()
-        self.comm.current_stream().wait_event(self.done)
-        if self.from_cpu:
-            # The host waits too, because an optimizer on the CPU writes to the shard in place.
-            self.done.synchronize()
         return totals
 
     @contextmanager

@@ -575,8 +575,6 @@ def groups_of(mesh: DeviceMesh) -> tuple[Group, ...]:
     **Nodes.** A mesh ("nodes", "shard") keeps one model on all ranks, and only says which of them
     are near.
     """
-    expect(isinstance(mesh, DeviceMesh), "mesh", "a `torch.distributed.device_mesh.DeviceMesh`",
-           repr(mesh), "pass one, or leave it out to shard over all ranks", TypeError)
     has_two = mesh.mesh_dim_names in (("replicate", "shard"), ("nodes", "shard"))
     expect(mesh.ndim == 1 or has_two, "mesh", "one dimension, or two that are named "
            "('replicate', 'shard') or ('nodes', 'shard')", f"{mesh}", "name the dimensions in this "

@@ -257,13 +257,6 @@ class Peers:
         """
         return self.global_rank == self.ranks[0]
 
-    @property
-    def in_first_replica(self) -> bool:
-        """
-        ### Whether this rank's shard is not the copy of another one
-        """
-        return self.replicas.rank == 0
-
     def gather(self, thing: Thing) -> list[Thing]:
         """
         ### Small Python objects of all ranks (all-gather); all ranks must call it

@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 from zero3.estimate.between import choices
 from zero3.estimate.formulas import (
-    Place,
     advise,
-    bandwidth_for,
     gigabytes,
     number,
     places,
@@ -32,7 +30,6 @@ NUMBERS: dict[str, tuple[Callable[[str], float], float | None, float, str]] = {
     "nvme": (number, 0.0, 0, "space on its disk: 1TB"),
     "layers": (int, 32, 1, "layers of the model, taken to be equally large"),
     "tokens": (float, 8192.0, 1, "of a rank in a step"),
-    "tflops": (float, 70.0, 1e-6, "that a device reaches, in 1e12 flops a second"),
     "nodes": (int, None, 2, "machines with as many ranks each: compares layouts"),
     "link": (number, None, 1, "between nodes, bytes that leave one in a second: 25GB"),
     "width": (int, None, 1, "features of a position, with --sequence"),
@@ -111,20 +108,6 @@ def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
         if moved:
             print(f"\nA step moves {gigabytes(moved, 1)} GB of a rank into its {tier} tier and "
                   "out.")
-    if found.states_in != "device":
-        _show_bandwidth(args, found)
-
-
-def _show_bandwidth(args: argparse.Namespace, place: Place) -> None:
-    peak = args.tflops * 1e12
-    to_states = bandwidth_for(0.9, args.tokens / 4, peak)
-    to_params = bandwidth_for(0.9, args.tokens, peak)
-    needs = f"{to_states / 1e9:,.0f} GB/s to its optimizer states"
-    if place.params_in != "device":
-        needs += f",\n{to_params / 1e9:,.0f} GB/s to its parameters"
-    print(f"\nWith {args.tokens:,.0f} tokens of a rank in a step, at {args.tflops:g} Tflop/s, "
-          "the bandwidth that a rank needs for 90 % of that\nspeed if nothing hides the transfer "
-          f"(ZeRO-Infinity, equation 6): {needs}.")
 
 
 def show_layouts(args: argparse.Namespace) -> None:

@@ -113,33 +113,18 @@ class Ledger(Listener):
         """
         return sum(e.between_bytes for e in self.events)
 
-    @property
-    def read_bytes(self) -> int:
+    def bytes_of(self, event: str) -> int:
         """
-        ### Read from files
-        """
-        return self._bytes_of("read")
-
-    @property
-    def written_bytes(self) -> int:
-        return self._bytes_of("write")
-
-    @property
-    def out_bytes(self) -> int:
-        """
-        ### Activations that left
-        """
-        return self._bytes_of("activations out")
-
-    @property
-    def in_bytes(self) -> int:
-        return self._bytes_of("activations in")
-
-    def _bytes_of(self, event: str) -> int:
-        """
-        #### The bytes of all events of a kind
+        ### The bytes of all events of a kind
         """
         return sum(e.bytes for e in self.events if e.event == event)
+
+    # From files, and into them.
+    read_bytes = property(lambda self: self.bytes_of("read"))
+    written_bytes = property(lambda self: self.bytes_of("write"))
+    # Activations that left, and those that came back.
+    out_bytes = property(lambda self: self.bytes_of("activations out"))
+    in_bytes = property(lambda self: self.bytes_of("activations in"))
 
     def __enter__(self) -> "Ledger":
         self._start_s = time.perf_counter()
@@ -191,7 +176,7 @@ class Ledger(Listener):
             now_s,
             sender.comm.global_rank,
             sender.label,
-            self._phase(),
+            "backward" if in_backward() else "step" if self._steps else "forward",
             event,
             tier,
             nbytes,
@@ -199,11 +184,6 @@ class Ledger(Listener):
             transfer.sent_bytes if transfer else 0,
             transfer.between_bytes if transfer else 0,
         ))
-
-    def _phase(self) -> str:
-        if in_backward():
-            return "backward"
-        return "step" if self._steps else "forward"
 
 
 def held_bytes(*holders: nn.Module | torch.optim.Optimizer | None) -> int:
@@ -226,8 +206,8 @@ def disk_bytes(*holders: Any) -> int:
     """
     ## Bytes of the files that modules and optimizers use
     """
-    offloads = {part.offload for part in _parts(holders) if hasattr(part, "offload")}
-    return sum(offload.disk_bytes() for offload in offloads)
+    return sum(offload.disk_bytes() for offload in {
+        part.offload for part in _parts(holders) if hasattr(part, "offload")})
 
 
 def _parts(holders: tuple) -> Iterator[Any]:

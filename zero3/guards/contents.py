@@ -286,26 +286,22 @@ class LayerGuard:
         `state_dict()` would return shards, or nothing. `load_state_dict(strict=False)` would load
         nothing, and `requires_grad_(False)` freeze nothing. Returns the handles of the hooks.
         """
-        def refuse_to_save(*_: object) -> None:
-            self.layer.expect(
-                False, "has no state dict", "weights", "shards", "take "
-                "`zero3.save`, or the weights in `with model.full_params() as params:`")
+        def refusal(*told: str) -> Callable[..., None]:
+            return lambda *_, **__: self.layer.expect(False, *told)
 
-        def refuse_to_load(*_: object) -> None:
-            self.layer.expect(
-                False, "cannot load a state dict", "parameters to load into",
-                "shards", "load it before wrapping; or copy each tensor to `params[name]` in `with "
-                "model.full_params(writeback=True) as params:`; or pass its file to `wrap(..., "
-                "checkpoint=)`; a checkpoint of `zero3.save` is read by `zero3.load`")
-
-        def refuse_to_freeze(*_: object, **__: object) -> None:
-            self.layer.expect(
-                False, "cannot freeze a module inside of it", "`requires_grad_` of "
-                "all that is sharded together", "that of a part, whose parameters are elsewhere",
-                "call it on the sharded layer or the model; or freeze the part before wrapping")
-
+        refuse_to_save = refusal(
+            "has no state dict", "weights", "shards", "take `zero3.save`, or the weights in `with "
+            "model.full_params() as params:`")
+        refuse_to_load = refusal(
+            "cannot load a state dict", "parameters to load into", "shards", "load it before "
+            "wrapping; or copy each tensor to `params[name]` in `with "
+            "model.full_params(writeback=True) as params:`; or pass its file to `wrap(..., "
+            "checkpoint=)`; a checkpoint of `zero3.save` is read by `zero3.load`")
         for owner in owners:
-            vars(owner)["requires_grad_"] = refuse_to_freeze
+            vars(owner)["requires_grad_"] = refusal(
+                "cannot freeze a module inside of it", "`requires_grad_` of all that is sharded "
+                "together", "that of a part, whose parameters are elsewhere", "call it on the "
+                "sharded layer or the model; or freeze the part before wrapping")
         return [*(owner.register_state_dict_pre_hook(refuse_to_save) for owner in owners),
                 *(owner.register_load_state_dict_pre_hook(refuse_to_load) for owner in owners)]
 

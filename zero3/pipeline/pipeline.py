@@ -657,7 +657,7 @@ class _Batch:
                     flat.full, dtype=flat.shard.grad_dtype))
             full = flat.zero_missing()
             flat.ready.update(names)
-            if tied.comm.in_first_replica:
+            if tied.comm.replicas.rank == 0:
                 tied.comm.rows(full)[tied.comm.rank] += grad
 
 

@@ -50,13 +50,6 @@ DENSE = "dense"
 MATRICES = ("*.linear", "*.output", "*.layer[12]", "*.projection")
 
 
-def rules_8(steps: int, config: gpt.GPTConfig) -> Rules:
-    """
-    ## 8 bits
-    """
-    return {"|".join(MATRICES): [Quantize(8, start=2 * steps // 5)]}
-
-
 def rules_4_half(steps: int, config: gpt.GPTConfig) -> Rules:
     """
     ## 4 bits, and half of the elements pruned
@@ -86,7 +79,9 @@ def rules_rows_heads(steps: int, config: gpt.GPTConfig) -> Rules:
 
 # The rules of each recipe, for the steps of the whole run and a model.
 RECIPES: dict[str, Callable[[int, gpt.GPTConfig], Rules]] = {
-    DENSE: lambda steps, config: {}, "8": rules_8, "4-half": rules_4_half,
+    DENSE: lambda steps, config: {},
+    "8": lambda steps, config: {"|".join(MATRICES): [Quantize(8, start=2 * steps // 5)]},
+    "4-half": rules_4_half,
     "rows-heads": rules_rows_heads}
 
 

@@ -90,9 +90,8 @@ def table(
 
 
 def _difference(measured: int, predicted: int | None) -> str:
-    if predicted is None:
-        return ""
-    return f"{measured - predicted:+,}" if measured != predicted else "equal"
+    return ("" if predicted is None else
+            "equal" if measured == predicted else f"{measured - predicted:+,}")
 
 
 def device_name(device: torch.device) -> str:
