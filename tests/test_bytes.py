@@ -475,8 +475,7 @@ def test_sharding_never_predicts_more_than_data_parallelism_and_its_padding(part
     p, whole = predict(layers, world_size, step_bytes=0), data_parallel(layers, world_size)
     slack = sum(3 * part[1] for part in parts)
     assert whole.rest_bytes / world_size <= p.rest_bytes <= whole.rest_bytes / world_size + slack
-    padded = sum(part.shard_numel(world_size) * part.element_bytes
-                 for layer in layers for part in layer.parts)
+    padded = sum(layer.shard_bytes(world_size) for layer in layers)
     assert p.sent_bytes <= 3 * (world_size - 1) * padded
     assert p.peak_bytes >= p.rest_bytes
 

@@ -36,10 +36,6 @@ def climbed(tmp_path_factory, once):
     return {row["rung"]: row for row in answer["rows"]}, answer, said.getvalue()
 
 
-def shard_bytes(layer, ranks):
-    return sum(part.shard_numel(ranks) * part.element_bytes for part in layer.parts)
-
-
 def test_all_rungs_on_two_ranks_train_to_the_same_bits(climbed):
     """
     Every loss and every final weight is DDP's, whatever is in shards and wherever these rest: the
@@ -122,7 +118,7 @@ def test_each_rung_sends_what_its_formula_says(climbed):
     plain = data_parallel(layers, ranks).sent_bytes
     exact = predict(layers, ranks, stage3=True).sent_bytes
     assert [row["sent_bytes"] for row in rows.values()] == [0, plain, plain, plain, *[exact] * 3]
-    head, norms = shard_bytes(layers[-1], ranks), 8 * answer["layers"]
+    head, norms = layers[-1].shard_bytes(ranks), 8 * answer["layers"]
     assert exact == plain * 3 // 2 - head * (ranks - 1) + norms
 
 
@@ -199,7 +195,7 @@ def test_compiled_rungs_have_the_same_bits_and_send_less(climbed):
     rows, answer, _ = climbed
     hooks = rows["ZeRO-3"]
     layers, ranks = describe(gpt_layers(ladder.CONFIG)), answer["ranks"]
-    shards = [shard_bytes(layer, ranks) for layer in layers]
+    shards = [layer.shard_bytes(ranks) for layer in layers]
     assert hooks["gathers"] == 2 * len(layers) - 1
     for row, kept in zip(answer["compiled"], (2, 5), strict=True):
         assert row["losses"] == rows["DDP"]["losses"] and row["weight_difference"] == 0
@@ -238,7 +234,7 @@ def test_each_rung_on_two_nodes_sends_between_them_what_its_formula_says(climbed
     Proves I2, I4, `LinkedCommunicator.all_gather`, `node_of`, `Int8.nbytes`.
     """
     layers = describe(gpt_layers(ladder.CONFIG))
-    shards, halves = ([shard_bytes(each, ranks) // 4 for each in layers] for ranks in (4, 2))
+    shards, halves = ([each.shard_bytes(ranks) // 4 for each in layers] for ranks in (4, 2))
     # Forward, backward without the last layer, and gradients.
     thrice = 4 * (3 * sum(shards) - shards[-1])
     rounded = sum(Int8().nbytes(s) + Int4().nbytes(s) for s in shards)

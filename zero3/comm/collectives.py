@@ -169,18 +169,17 @@ class Communicator(Peers):
         with self.on(self.backup_stream):
             transfer = self.begin([self.group], senders, "reduce", pairs)
             transfer.add = self.total
-            for i, (grad, buffer) in enumerate(pairs):
-                if self.group.size == 1:
-                    continue
-                parts = grad.view(self.group.size, -1)
-                mine = parts[self.group.rank]
-                # NCCL replaces this rank's own part by the sum.
-                received = mine
-                if self.by_messages:
-                    received = as_receive_buffer(buffer, grad).view_as(parts)
-                    transfer.pairs[i] = (grad, received)
-                self.send(transfer, self.group, received, parts, reduce_scatter_single)
-                transfer.count(self.group, mine.nbytes)
+            if self.group.size > 1:
+                for i, (grad, buffer) in enumerate(pairs):
+                    parts = grad.view(self.group.size, -1)
+                    mine = parts[self.group.rank]
+                    # NCCL replaces this rank's own part by the sum.
+                    received = mine
+                    if self.by_messages:
+                        received = as_receive_buffer(buffer, grad).view_as(parts)
+                        transfer.pairs[i] = (grad, received)
+                    self.send(transfer, self.group, received, parts, reduce_scatter_single)
+                    transfer.count(self.group, mine.nbytes)
         return transfer
 
     def total(self, grad: torch.Tensor, received: torch.Tensor) -> torch.Tensor:

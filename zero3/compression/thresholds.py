@@ -106,18 +106,17 @@ def own_keys(prunings: list[PrunedElements]) -> Iterator[tuple[PrunedElements, t
                      "channels or heads; or leave `weights` out of `Links`")
         for flat in layer.flats:
             slots = [slot for slot in flat.slots if id(slot.param) in by_param]
-            if not slots:
-                continue
-            begin = layer.comm.rank * len(flat.shard)
-            shard = flat.storage.load()
-            for slot in slots:
-                part = inside(slice(begin, begin + len(shard)), slice(slot.offset, slot.end))
-                pruned = by_param[id(slot.param)]
-                yield pruned, pruned.keys(
-                    shard[part].to(layer.device),
-                    # If the weight begins on an earlier rank, so many of its elements are there.
-                    first=max(begin - slot.offset, 0))
-            flat.storage.release()
+            if slots:
+                begin = layer.comm.rank * len(flat.shard)
+                shard = flat.storage.load()
+                for slot in slots:
+                    part = inside(slice(begin, begin + len(shard)), slice(slot.offset, slot.end))
+                    pruned = by_param[id(slot.param)]
+                    yield pruned, pruned.keys(
+                        shard[part].to(layer.device),
+                        # So many of its elements are on earlier ranks, if it begins there.
+                        first=max(begin - slot.offset, 0))
+                flat.storage.release()
 
 
 def layers_of(params: Iterable[torch.Tensor]) -> list[Guarded]:

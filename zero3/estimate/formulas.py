@@ -78,6 +78,9 @@ class LayerSpec:
     parts: tuple[Part, ...]
     buffer_bytes: int = 0
 
+    def shard_bytes(self, world_size: int) -> int:
+        return sum(p.shard_numel(world_size) * p.element_bytes for p in self.parts)
+
 
 def describe(layers: Zero3Sequential | Iterable[nn.Module]) -> list[LayerSpec]:
     """
