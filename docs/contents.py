@@ -253,11 +253,10 @@ FURTHER = (
         ("zero3/guards/moments.py", "when the guards look"),
         ("zero3/guards/freed.py", "a freed parameter reports every use"),
         ("zero3/guards/placement.py", "the same parameters on every rank"),
-        ("zero3/guards/diverged.py", "ranks that are about to send different things"),
         ("zero3/guards/contents.py", "a use of a layer that would go wrong later"),
         ("zero3/guards/shard_gradients.py", "no norm of a part of a gradient"),
         ("zero3/guards/room.py", "memory that is left"),
-        ("zero3/guards/options.py", "checks of arguments, and what guards know of a layer"),
+        ("zero3/guards/checks.py", "checks: of arguments, layers, and what ranks will send"),
         ("zero3/guards/command_line.py", "errors of command lines"),
         ("zero3/guards/__init__.py", "all guards in one place")),
     chapter(

@@ -27,7 +27,7 @@ from zero3.compiler.model import CompiledUnit
 from zero3.estimate.ledger import Ledger
 from zero3.flat import GradientSink, Storage, StorageFactory
 from zero3.guards import moments
-from zero3.guards.options import Announced, Guarded, Named
+from zero3.guards.checks import Announced, Guarded, Named
 from zero3.sharded import Schedule
 from zero3.whole_model.units import Unit
 
@@ -132,7 +132,7 @@ def test_the_heart_reaches_its_parts_and_no_chapter():
     assert {name.rpartition(".")[0] for name in reached} == {"", "comm", "guards"}
     assert not reached & {"comm.links", "comm.encodings", "comm.parts"}
     assert {name for name in reached if "guards" in name} == {
-        "guards.moments", "guards.options"}
+        "guards.moments", "guards.checks"}
     assert sum(map(code_lines, reached)) <= MOST_REACHED
 
 

@@ -72,11 +72,10 @@ of the book (`docs/`).
 | more | `guards/moments.py` | when the guards look |
 | more | `guards/freed.py` | a freed parameter reports every use |
 | more | `guards/placement.py` | the same parameters on every rank |
-| more | `guards/diverged.py` | ranks that are about to send different things |
 | more | `guards/contents.py` | a use of a layer that would go wrong later |
 | more | `guards/shard_gradients.py` | no norm of a part of a gradient |
 | more | `guards/room.py` | memory that is left |
-| more | `guards/options.py` | checks of arguments, and what guards know of a layer |
+| more | `guards/checks.py` | checks: of arguments, layers, and what ranks will send |
 | more | `guards/command_line.py` | errors of command lines |
 | more | `guards/__init__.py` | all guards in one place |
 | more | `beside/accelerate.py` | accelerate: its calls, on a sharded model |

@@ -54,8 +54,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zero3.guards.checks import Guarded, own_modules
 from zero3.guards.moments import guards
-from zero3.guards.options import Guarded, own_modules
 
 # Each parameter once, with its names. It has several if the layer uses it in several places.
 NamedParams = dict[nn.Parameter, tuple[str, ...]]

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.linalg import vector_norm
 
+from zero3.guards.checks import attributes, expect, is_sharded
 from zero3.guards.contents import check_groups, stray
-from zero3.guards.options import attributes, expect, is_sharded
 from zero3.guards.shard_gradients import GradientElsewhere
 
 # Elements whose powers are added up in fp32 (see `norm_of`): 4,096 bytes, a block of a disk.

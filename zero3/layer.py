@@ -38,7 +38,7 @@ when the pass ends; *end of backward* says why. Method names follow [labml.ai's
 annotated implementation](https://nn.labml.ai/scaling/zero3/index.html), and headings give the
 standard terms. The parts of a layer are in `flat.py`, `watch.py` and `comm/`. `Sharded`, the base
 class in `sharded.py`, has `flats`, and what users call outside the training step. Two flags come
-from its own base class, `Guarded` in `guards/options.py`: `is_fetched`, from the start of a gather
+from its own base class, `Guarded` in `guards/checks.py`: `is_fetched`, from the start of a gather
 until the layer is freed, and `is_full_elsewhere`, inside `full_params()`. `guards` refuse mistakes
 (see `guards/moments.py`). An "I2" in a docstring is an invariant that `zero3/__init__.py` lists.
 
@@ -60,8 +60,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero3.comm.collectives import ALONE, Transfer
 from zero3.flat import FlatParameter, NamedParams, alike, find_params, hide_params, in_flight
+from zero3.guards.checks import own_modules
 from zero3.guards.moments import guards
-from zero3.guards.options import own_modules
 from zero3.sharded import Sharded, ShardedModel, communicator
 from zero3.watch import Call, Watch, at_end_of_backward, in_backward, tensors_in
 

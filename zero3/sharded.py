@@ -33,8 +33,8 @@ from zero3.comm.collectives import ALONE, Communicator
 from zero3.comm.order import Listener, all_ranks
 from zero3.comm.reducer import Reducer
 from zero3.flat import FlatParameter, Slot, StorageFactory
+from zero3.guards.checks import Guarded, Named, expect, own_modules, whole
 from zero3.guards.moments import guards
-from zero3.guards.options import Guarded, Named, expect, own_modules, whole
 from zero3.watch import Call, Watch, in_backward
 
 if TYPE_CHECKING:

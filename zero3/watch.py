@@ -46,7 +46,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero3.guards.options import attributes
+from zero3.guards.checks import attributes
 
 
 @dataclasses.dataclass(eq=False)

@@ -29,8 +29,8 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from zero3.guards.checks import expect
 from zero3.guards.command_line import Parser, folder, within
-from zero3.guards.options import expect
 from zero3.offload.disk import File, aligned
 
 # Past the cache or not, bytes of a request, and how many are with the disk at once.

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run
 from zero3 import Offload, Zero3Layer, Zero3Optimizer, Zero3Sequential, wrap
-from zero3.guards.options import is_sharded, own_modules
+from zero3.guards.checks import is_sharded, own_modules
 from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.pipeline import Pipeline
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero3.guards.options import expect
+from zero3.guards.checks import expect
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.sharded import ShardedModel
 

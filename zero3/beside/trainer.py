@@ -51,7 +51,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from zero3.beside.accelerate import Accelerator
 from zero3.checkpoint.save_load import load, save
-from zero3.guards.options import expect
+from zero3.guards.checks import expect
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.sharded import ShardedModel
 from zero3.whole_model.wrap import Zero3Model

@@ -59,8 +59,8 @@ from zero3.checkpoint.reader import (
 )
 from zero3.comm.parts import WeightPart, connect, length, part_of
 from zero3.flat import FlatParameter, Slot, Storage
+from zero3.guards.checks import Named
 from zero3.guards.contents import check_groups, stray
-from zero3.guards.options import Named
 from zero3.layer import Zero3Layer
 from zero3.offload.tensors import TYPES, Broken, type_name
 from zero3.optimizer.stage3 import SCALE_STATE, Zero3Optimizer, plain_names

@@ -75,7 +75,7 @@ from zero3.checkpoint.reader import (
 )
 from zero3.comm.collectives import ALONE
 from zero3.comm.order import Listener
-from zero3.guards.options import Named, expect, same
+from zero3.guards.checks import Named, expect, same
 from zero3.offload.tensors import Broken, FileEntry, Writer
 from zero3.sharded import comm_of
 from zero3.whole_model.materialise import agreed

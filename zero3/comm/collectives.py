@@ -51,7 +51,7 @@ waits for earlier layers only. The third row says *this* layer: if compute waite
 fetch stream, it would also wait for the next layer's copy.
 
 **The same on all ranks.** Before its data, each rank announces what it is about to send, and
-`guards/diverged.py` compares the announcements: the host does it on the CPU, or if it is about to
+`guards.diverged` compares the announcements: the host does it on the CPU, or if it is about to
 wait anyway, and otherwise the device.
 
 **Run this**: `make bench ARGS=--comm` compares the messages used here with gloo's collectives.
@@ -78,8 +78,8 @@ from torch.profiler import record_function
 
 from zero3.comm.order import Counted, Group, Peers, Sender
 from zero3.flat import in_flight
+from zero3.guards.checks import ACTIONS, ALONE, Named, expect
 from zero3.guards.moments import guards
-from zero3.guards.options import ACTIONS, ALONE, Named, expect
 
 # torch 2.13 has new names for these two, and 2.11 has only the old ones.
 _NEW = hasattr(dist, "all_gather_single")
@@ -121,7 +121,7 @@ class Communicator(Peers):
         self.labels: dict[int, str] = {}
         # The reason why nothing can be sent any more.
         self.broken = ""
-        # The rank that has announced a fault, if one has (see `guards/diverged.py`).
+        # The rank that has announced a fault, if one has (see `guards.diverged`).
         self.failed: int | None = None
         # The number of the model, on which the ranks agreed when they met to shard.
         self.met = 0

@@ -57,7 +57,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from zero3.guards.options import expect, whole
+from zero3.guards.checks import expect, whole
 
 
 class Encoding(Protocol):

@@ -89,7 +89,7 @@ from zero3.comm.collectives import Communicator, Pairs, Transfer
 from zero3.comm.encodings import Encoding, is_encoding
 from zero3.comm.order import Group, Sender, timeout_of
 from zero3.flat import in_flight
-from zero3.guards.options import Named, expect
+from zero3.guards.checks import Named, expect
 from zero3.watch import in_backward
 
 

@@ -42,7 +42,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.constants import default_pg_timeout
 
-from zero3.guards.options import Named, expect
+from zero3.guards.checks import Named, expect
 
 Thing = TypeVar("Thing")
 

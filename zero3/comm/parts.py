@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from zero3.flat import FlatParameter
-from zero3.guards.options import Guarded, attributes, is_sharded
+from zero3.guards.checks import Guarded, attributes, is_sharded
 
 
 @dataclass(frozen=True)

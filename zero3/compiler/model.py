@@ -72,9 +72,9 @@ from zero3.compiler.graph import find, full_numel, gather, layers_of, reduce
 from zero3.compiler.passes import gathered, improve, move_activations, offload_states
 from zero3.compiler.trace import Graphs, Place, are_wanted, graphs_of
 from zero3.flat import Slot, own_modules
+from zero3.guards.checks import expect, whole
 from zero3.guards.contents import uncompiled
 from zero3.guards.freed import FreedParameter
-from zero3.guards.options import expect, whole
 from zero3.offload.activations import Forward, LayerActivations, bring_back
 from zero3.optimizer.buckets import PlannedBucket
 from zero3.watch import in_backward

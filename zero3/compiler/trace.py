@@ -61,7 +61,7 @@ from zero3.compiler.graph import (
     refuse_old,
     remember,
 )
-from zero3.guards.options import expect
+from zero3.guards.checks import expect
 
 # Without elements it stands for each trainable parameter where autograd would have that.
 TRAINED = torch.empty(0, device="cpu", requires_grad=True)

@@ -66,7 +66,7 @@ from zero3.compression.weights import (
     Weighted,
     axes,
 )
-from zero3.guards.options import expect
+from zero3.guards.checks import expect
 from zero3.offload.tensors import save_tensors
 from zero3.optimizer.stage3 import plain_paths
 from zero3.sharded import ShardedModel, comm_of

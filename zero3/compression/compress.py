@@ -64,7 +64,7 @@ from zero3.compression.weights import (
     Weighted,
     axes,
 )
-from zero3.guards.options import expect
+from zero3.guards.checks import expect
 from zero3.optimizer.buckets import Bucket
 from zero3.optimizer.stage3 import Zero3Optimizer
 from zero3.optimizer.steps import after_steps

@@ -45,7 +45,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zero3.compression.weights import Method
-from zero3.guards.options import expect, whole
+from zero3.guards.checks import expect, whole
 from zero3.layer import Zero3Sequential
 from zero3.sharded import Sharded
 

@@ -32,7 +32,7 @@ enough, so that training goes on with the final sparsity and bits.
 import math
 from dataclasses import dataclass
 
-from zero3.guards.options import MOST, expect, whole
+from zero3.guards.checks import MOST, expect, whole
 
 KINDS = ("element", "row", "channel", "head")
 

@@ -42,8 +42,8 @@ import torch
 
 from zero3.comm.parts import inside
 from zero3.compression.weights import PrunedElements
+from zero3.guards.checks import Guarded
 from zero3.guards.freed import FreedParameter
-from zero3.guards.options import Guarded
 
 DIGIT = 8
 

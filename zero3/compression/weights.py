@@ -46,7 +46,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from zero3.compression.rules import Prune
-from zero3.guards.options import expect
+from zero3.guards.checks import expect
 from zero3.watch import in_backward, tensors_in
 
 Weighted = Any

@@ -15,8 +15,8 @@ from zero3.estimate.formulas import (
     show_stages,
 )
 from zero3.estimate.saved import HEAD_WIDTH, activations, gpt2_bytes, gpt2_width
+from zero3.guards.checks import expect
 from zero3.guards.command_line import Parser, within
-from zero3.guards.options import expect
 
 # No model or machine is larger. Beyond this limit, products of options would overflow to infinity.
 MOST = 1e24

@@ -70,7 +70,7 @@ import torch
 
 from zero3.estimate.formulas import LayerSpec, Part, describe
 from zero3.estimate.saved import Moved
-from zero3.guards.options import expect
+from zero3.guards.checks import expect
 from zero3.offload.disk import ALIGN_BYTES, whole_blocks
 from zero3.offload.tiers import Offload
 from zero3.optimizer.stage3 import Zero3Optimizer

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from zero3.guards.options import expect
+from zero3.guards.checks import expect
 
 # Packages that only the application needs, in `gpt.py`, `job.py` and `report.py`.
 APP = ("labml", "labml_nn", "matplotlib")

@@ -39,7 +39,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from zero3.guards.options import Guarded, Named, expect, is_sharded, own_modules
+from zero3.guards.checks import Guarded, Named, expect, is_sharded, own_modules
 
 Layer = TypeVar("Layer", bound=Guarded)
 # By name, because most of them are not installed.

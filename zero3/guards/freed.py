@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch._guards import TracingContext
 
-from zero3.guards.options import Guarded, expect, is_sharded, own_modules
+from zero3.guards.checks import Guarded, expect, is_sharded, own_modules
 from zero3.guards.placement import check_fresh
 
 # Properties and methods that read no element.

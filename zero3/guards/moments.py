@@ -12,7 +12,7 @@ names the moment, and a guard decides whether to raise an error.
 | will compute | `_prepare` | a new parameter inside (`contents.py`) |
 | has computed | `forward` | a write, which would be lost (`contents.py`) |
 | goes backward | `_pre_backward_hook` | weights that have changed (`contents.py`) |
-| waits for a transfer | `Transfer._arrive` | another layer on rank 1 (`diverged.py`) |
+| waits for a transfer | `Transfer._arrive` | another layer on rank 1 (`checks.py`) |
 | has a gradient | `add_grad` | the norm of a part (`shard_gradients.py`) |
 
 `guards` is the package `zero3.guards`: each function says in its own file what it refuses, and

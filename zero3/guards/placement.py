@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero3.guards.options import Named, own_modules, same
+from zero3.guards.checks import Named, own_modules, same
 
 Params = dict[nn.Parameter, tuple[str, ...]]
 Buffers = dict[str, torch.Tensor | None]

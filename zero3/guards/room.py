@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from zero3.guards.options import Guarded, Named
+from zero3.guards.checks import Guarded, Named
 
 
 def check_step(layer: Guarded,

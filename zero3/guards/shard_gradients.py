@@ -39,8 +39,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from zero3.guards.checks import Guarded, expect
 from zero3.guards.freed import METADATA
-from zero3.guards.options import Guarded, expect
 
 # `clip_grad_norm_` and `get_total_norm` call these.
 _NORMS = {

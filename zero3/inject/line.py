@@ -46,7 +46,7 @@ from zero3.comm.collectives import (
 )
 from zero3.comm.order import Counted, Group
 from zero3.comm.parts import WeightPart, connect
-from zero3.guards.options import expect, same
+from zero3.guards.checks import expect, same
 from zero3.optimizer.steps import before_steps
 from zero3.sharded import ShardedModel
 

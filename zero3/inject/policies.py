@@ -44,7 +44,7 @@ from torch.nn import functional as F
 
 from zero3.comm.links import groups_of
 from zero3.comm.parts import part_of
-from zero3.guards.options import expect, is_sharded, whole
+from zero3.guards.checks import expect, is_sharded, whole
 from zero3.inject.cross_entropy import chunked_cross_entropy
 from zero3.inject.line import Line
 from zero3.inject.replace import Policy, Replacement

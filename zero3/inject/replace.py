@@ -52,7 +52,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from zero3.guards.options import expect, is_sharded
+from zero3.guards.checks import expect, is_sharded
 
 
 class Replacement(nn.Module):

@@ -58,7 +58,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from zero3.guards.options import expect
+from zero3.guards.checks import expect
 from zero3.inject.line import Border, Line, Swap
 from zero3.inject.replace import Replacement, become, own_class
 

@@ -74,7 +74,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zero3.comm.parts import WeightPart
-from zero3.guards.options import expect
+from zero3.guards.checks import expect
 from zero3.inject.line import Border, Line, Swap
 from zero3.inject.replace import Replacement, become
 from zero3.inject.sequence import PartialDropout, Stream, exchanged

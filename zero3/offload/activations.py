@@ -71,7 +71,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero3.flat import in_flight
-from zero3.guards.options import Guarded, expect, whole
+from zero3.guards.checks import Guarded, expect, whole
 from zero3.offload.disk import File, aligned, whole_blocks
 from zero3.offload.in_file import Blocks, Buffers
 from zero3.offload.tiers import Offload

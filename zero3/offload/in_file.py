@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 
 from zero3.flat import Storage, in_flight
-from zero3.guards.options import Guarded
+from zero3.guards.checks import Guarded
 from zero3.offload.disk import ALIGN_BYTES, File, aligned, whole_blocks
 
 # Files that stay free, for a checkpoint for instance.

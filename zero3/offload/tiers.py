@@ -61,8 +61,8 @@ from torch import nn
 
 from zero3.comm.encodings import Encoding, is_encoding
 from zero3.flat import CURE, Storage, StorageFactory, in_flight
+from zero3.guards.checks import Guarded, expect, whole
 from zero3.guards.freed import FreedParameter
-from zero3.guards.options import Guarded, expect, whole
 from zero3.guards.room import check_room, check_step
 from zero3.offload.disk import ALIGN_BYTES
 from zero3.offload.in_file import Buffers, InFile

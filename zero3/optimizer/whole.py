@@ -70,7 +70,7 @@ from zero3.comm.collectives import ALONE, Communicator, Transfer
 from zero3.comm.links import ranks_of_parts
 from zero3.comm.order import Group, Listener
 from zero3.comm.parts import inside, length, part_of
-from zero3.guards.options import Named, expect
+from zero3.guards.checks import Named, expect
 from zero3.optimizer.states import Member, ShardStates, is_whole, seeded
 
 Maker = Callable[..., torch.optim.Optimizer]

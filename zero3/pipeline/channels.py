@@ -50,7 +50,7 @@ from torch.utils import _pytree as pytree
 
 from zero3.comm.order import Counted, Group, node_of, timeout_of
 from zero3.flat import in_flight
-from zero3.guards.options import expect, same
+from zero3.guards.checks import expect, same
 from zero3.pipeline.schedules import KINDS, Action
 
 # Tensors, in tuples, lists and dicts of any depth.

@@ -57,8 +57,8 @@ from torch.utils import _pytree as pytree
 from zero3.comm.collectives import ALONE, Communicator, bytes_of
 from zero3.comm.links import groups_of
 from zero3.comm.order import Counted
+from zero3.guards.checks import expect, same
 from zero3.guards.freed import FreedParameter
-from zero3.guards.options import expect, same
 from zero3.layer import Zero3Layer
 from zero3.offload.activations import Activations
 from zero3.offload.tiers import Offload

@@ -61,7 +61,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-from zero3.guards.options import expect, whole
+from zero3.guards.checks import expect, whole
 
 # What a rank computes.
 PASSES = ("forward", "backward")

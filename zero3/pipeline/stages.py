@@ -39,7 +39,7 @@ from typing import Any
 
 from torch import nn
 
-from zero3.guards.options import expect
+from zero3.guards.checks import expect
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.sharded import Schedule
 

@@ -37,7 +37,7 @@ from labml_nn.transformers.primer_ez import MultiDConvHeadAttention, SquaredReLU
 from torch import nn
 from torch.nn import functional as F
 
-from zero3.guards.options import expect
+from zero3.guards.checks import expect
 from zero3.guards.room import room
 
 # `cross_entropy` returns nats, and a nat has this many bits.

@@ -53,8 +53,8 @@ from zero3.estimate.formulas import describe
 from zero3.estimate.ledger import Ledger, disk_bytes, held_bytes
 from zero3.estimate.predict import data_parallel, memory_table, predict_optimizer
 from zero3.estimate.saved import Moved, activations, saved_bytes
+from zero3.guards.checks import MOST, expect, same
 from zero3.guards.command_line import Parser, folder, one_line, within
-from zero3.guards.options import MOST, expect, same
 from zero3.guards.room import room
 from zero3.layer import Zero3Layer, Zero3Sequential
 from zero3.offload.activations import Activations

@@ -40,8 +40,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.store import get_all
 
+from zero3.guards.checks import expect
 from zero3.guards.command_line import one_line
-from zero3.guards.options import expect
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Many modules ask whether there is a GPU when they are imported. To answer, torch would start CUDA,

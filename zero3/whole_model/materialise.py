@@ -54,8 +54,8 @@ from torch import nn
 
 from zero3.comm.parts import WeightPart, part_of, whole_values
 from zero3.flat import own_modules
+from zero3.guards.checks import Named
 from zero3.guards.command_line import one_line
-from zero3.guards.options import Named
 from zero3.offload.tensors import INDEX, save_tensors, write_index
 from zero3.optimizer.states import seeded
 from zero3.sharded import ShardedModel

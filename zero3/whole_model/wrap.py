@@ -50,8 +50,8 @@ from zero3.comm.order import Group
 from zero3.comm.reducer import Reducer
 from zero3.estimate.ledger import Ledger
 from zero3.flat import own_modules
+from zero3.guards.checks import MOST, expect, whole
 from zero3.guards.contents import Known, stray, uncompiled
-from zero3.guards.options import MOST, expect, whole
 from zero3.guards.placement import check_fresh
 from zero3.layer import Zero3Layer
 from zero3.offload.activations import Activations
