@@ -173,11 +173,21 @@ def on_copies(change: Change) -> Change:
     return change_copies  # type: ignore[return-value]
 
 
+def insert_before(place: fx.Node,
+                  target: Callable,
+                  *args: Any) -> fx.Node:
+    """
+    ## Insert an operation before another one
+    """
+    with place.graph.inserting_before(place):
+        return place.graph.call_function(target, args)
+
+
 def insert_after(place: fx.Node,
                  target: Callable,
                  *args: Any) -> fx.Node:
     """
-    ## Insert an operation after another one; after `node.prev` means before `node`
+    ## Insert an operation after another one
     """
     with place.graph.inserting_after(place):
         return place.graph.call_function(target, args)

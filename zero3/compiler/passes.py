@@ -47,6 +47,7 @@ from zero3.compiler.graph import (
     full_numel,
     gather,
     insert_after,
+    insert_before,
     is_view,
     layers_of,
     offload,
@@ -151,8 +152,8 @@ def _insert_gather(graph: fx.Graph, layer: str) -> None:
     if not uses:
         return
     insert_after(max(reader for node in uses for reader in readers(node)), release, layer)
-    whole = insert_after(uses[0].prev, wait, layer)
-    insert_after(whole.prev, gather, layer)
+    whole = insert_before(uses[0], wait, layer)
+    insert_before(whole, gather, layer)
     for node in uses:
         node.target = operator.getitem
         node.args = (whole, node.args[1])
@@ -271,12 +272,12 @@ def offload_states(forward: fx.Graph,
     """
     first = next(node for node in forward.nodes if node.op != "placeholder")
     for layer, end in zip(layers, _ends_of_layers(forward), strict=False):
-        insert_after(first.prev, offload, layer)
-        insert_after(end.prev, vacate, layer)
+        insert_before(first, offload, layer)
+        insert_before(end, vacate, layer)
     ends = _ends_of_layers(backward)
     for i, layer in enumerate(reversed(layers), len(ends) - len(layers)):
         # Backward may wait for fewer layers than forward, because it reads the weights of fewer.
-        insert_after(ends[max(i, 0)].prev, reload, layer)
+        insert_before(ends[max(i, 0)], reload, layer)
     return forward, backward
 
 

@@ -52,6 +52,7 @@ from zero3.compiler.graph import (
     full_numel,
     gather,
     insert_after,
+    insert_before,
     is_view,
     layers_of,
     offload,
@@ -347,7 +348,7 @@ def save_versions(forward: fx.Graph,
         return
     fake: Any = detect_fake_mode(
         [node.meta["val"] for node in forward.find_nodes(op="placeholder")])
-    versions = insert_after(forward.output_node().prev, remember, *layers)
+    versions = insert_before(forward.output_node(), remember, *layers)
     with fake:
         versions.meta["val"] = torch.empty(len(layers), dtype=torch.int64, device="cpu")
     came = _also_saved(forward, backward, versions, results)
