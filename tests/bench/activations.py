@@ -60,7 +60,7 @@ PAIRS = (("files", "recompute"), ("files", "plain"), ("recompute", "plain"),
          ("recompute-files", "recompute"), ("recompute-files", "files"),
          ("save-on-cpu", "plain"))
 # What of the package the figures are of.
-TIMED = [f"zero3/offload/{name}.py" for name in ("activations", "copies", "disk", "in_file")]
+TIMED = [f"zero3/offload/{name}.py" for name in ("activations", "disk", "in_file")]
 # Bytes of a storage, and of all storages of a layer.
 SIZES = [1 << power for power in range(14, 23)]
 LAYER_BYTES = 4 << 20
