@@ -328,8 +328,8 @@ MUTATIONS = [
     Mutation(
         "place", "compression/thresholds.py", "own_keys",
         title="A rank forgets where its shard begins",
-        old="            begin = layer.comm.rank * len(flat.shard)\n",
-        new="            begin = 0\n",
+        old="                begin = layer.comm.rank * len(flat.shard)\n",
+        new="                begin = 0\n",
         breaks="I1", program="pruned",
         healthy="pruned: 33 of 66",
         symptom="pruned: 35 of 66",
