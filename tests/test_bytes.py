@@ -491,7 +491,7 @@ def test_the_command_line_prints_the_three_stages_with_their_bases():
     assert rows[:2] == [[120, 135, 150], [31.41, 46.41, 31.88]]
     assert rows[2:] == [[16.64, 16.88, 17.11], [1.88, 2.11, 2.34]]
     for params, error in (
-            ("-1", "invalid number value"),
+            ("-1", "--params is too small. Expected: at least 1. Got: -1.0."),
             ("0", "--params is too small. Expected: at least 1. Got: 0.0.")):
         wrong = python_m("zero3.estimate", "--ranks", "64", "--params", params)
         assert wrong.returncode == 2 and error in wrong.stderr
