@@ -40,7 +40,7 @@ from zero3.inject import inject, policies
 
 # What of the package the figures are of.
 TIMED = [f"zero3/inject/{name}.py" for name in (
-    "line", "sequence", "tensor", "patterns", "policies", "cross_entropy")]
+    "line", "sequence", "tensor", "policies", "cross_entropy")]
 
 
 def llama(args):
