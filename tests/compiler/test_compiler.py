@@ -700,7 +700,7 @@ def test_keep_leaves_the_last_layers_full_for_backward():
 
 def test_bucket_lets_a_reduce_wait_for_the_next_one():
     """
-    Proves `bucket`, `passes._numel`, `insert_after`.
+    Proves `bucket`, `passes._numel`, `insert_after`, `insert_before`.
     """
     backward = insert(chain_graphs("abcd")[1])
     merged = unchanged(lambda g: bucket(g, FOUR, 20), backward)

@@ -256,7 +256,7 @@ def test_ranks_that_would_step_by_other_options_are_told_so_and_do_not_step():
     A rank steps its own part of every weight, so with another learning rate on one rank a part of
     every weight goes astray. The announcement of the norms has a checksum of the options, which
     costs no bytes. Breaks if `_squares` announces no options.
-    Proves I6, `Zero3Optimizer._rule`, `Zero3Optimizer._squares`, `diverged._cure`.
+    Proves I6, `Zero3Optimizer._rule`, `Zero3Optimizer._squares`, `checks._cure`.
     """
     first, second = run(other_options, 2)
     assert first.pop("the same") == second.pop("the same") == ""
@@ -282,7 +282,7 @@ def test_models_of_the_same_shapes_are_not_mixed_up(how):
     """
     A teacher and its student, say: wrapped in another order on one rank, or called in another
     order. Each rank would compute with halves of both.
-    Proves I6, `compare_params`, `told`, `diverged._cure`.
+    Proves I6, `compare_params`, `told`, `checks._cure`.
     """
     for text in run(other_models, 2, how):
         assert "the ranks diverged" in text and "of another model" in text

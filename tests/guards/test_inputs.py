@@ -284,7 +284,7 @@ def message(make, kind, *words):
 def test_an_offload_takes_whole_numbers_within_limits(wrong):
     """
     Breaks where a NaN, a fraction or a truth value passes for a number of bytes or threads.
-    Proves `Offload`, `whole`, `options.expect`.
+    Proves `Offload`, `whole`, `checks.expect`.
     """
     given = {"tier": "nvme", "folder": "/", **wrong}
     message(lambda: Offload(**given), ValueError, f"{next(iter(wrong.values()))!r}")

@@ -503,7 +503,7 @@ def test_the_last_layer_of_a_chain_is_closed_between_forward_and_backward(how):
 def test_a_model_of_hugging_face_knows_its_device_and_data_type():
     """
     Outside of forward, inside, and while it generates.
-    Proves `LayerGuard.__enter__`, `Zero3Model.generate`, `Unit._read`.
+    Proves `LayerGuard.__enter__`, `Zero3Model.generate`, `StandIn`.
     """
     transformers = pytest.importorskip("transformers", reason="Hugging Face's library is not there")
     config = transformers.GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=2, n_head=2)

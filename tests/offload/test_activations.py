@@ -317,7 +317,7 @@ def test_the_ledger_counts_what_the_formula_says(keep, layers, tmp_path):
     second view of a storage is moved again, or a parameter, or if the next layer moves its input a
     second time.
     Proves `Activations`, `saved.activations`, `Moved`, `Visit.leave`, `Visit.come`, `Ledger`,
-    `Ledger.out_bytes`.
+    `Ledger.bytes_of`.
     """
     model = chain(to_files(tmp_path, keep=keep), layers)
     expected = activations([2 * ONE] * layers, keep)

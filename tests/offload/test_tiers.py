@@ -377,7 +377,7 @@ def test_files_buffers_and_what_is_read_and_written_are_predicted_to_the_byte(wo
     """
     Also memory at rest and at the peak, and traffic. Breaks where `predict.py` and `tiers.py`
     drift apart, by one block.
-    Proves I2, I3, I4, `_Shard.place_states`, `_pool_bytes`, `_Shard`, `Ledger.read_bytes`,
+    Proves I2, I3, I4, `_Shard.place_states`, `_pool_bytes`, `_Shard`, `Ledger.bytes_of`,
     `InFile.share`, `Storage.read_async`.
     """
     for rank in run(predictions, world_size, str(tmp_path), ["frozen", "unequal"]):

@@ -646,7 +646,7 @@ def test_training_goes_on_while_a_pipeline_is_saved(tmp_path):
     One rank of the second stage is slow: all stages train on, and a later step ends the save. One
     rank of the first stage fails: the next step is an error in both stages. Breaks where a stage
     ends the save alone.
-    Proves `Saving._end_if_done`, `Saving._write_rest`, `_end_last_save`.
+    Proves `Saving._end_if_done`, `Saving._write_rest`, `all_here`.
     """
     for rank, (nothing_yet, ended, told, is_same, names) in enumerate(
             run(saves_meanwhile, 4, tmp_path)):

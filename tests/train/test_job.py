@@ -276,7 +276,7 @@ def test_a_run_leaves_pictures_and_figures(finished):
 def test_a_pipe_gets_plain_lines_from_rank_0_alone(finished):
     """
     Breaks where labml's screen writes escape codes into a file, or every rank prints.
-    Proves `progress`, `launch.Ranks.say`, `launch.Ranks.connect`.
+    Proves `job.progress`, `launch.Ranks.say`, `launch.Ranks.connect`.
     """
     run, _, _ = finished
     assert "\x1b" not in run.stdout and "\r" not in run.stdout
