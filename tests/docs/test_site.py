@@ -197,7 +197,7 @@ def test_the_path_leads_through_the_nine_chapters(site):
         page = after or page
     assert seen[1 : len(order) + 1] == order
     assert order[2:9] == ["minimal.html", "tape.html", "layer.html", "flat.html", "watch.html",
-                          "schedule.html", "comm-collectives.html"]
+                          "sharded.html", "comm-collectives.html"]
     assert {build.page_of(path) for path in contents.sources()} - set(seen) == {
         build.page_of(item.path) for each in contents.PATH for item in each.more
         if item.path.endswith(".py")}
@@ -210,7 +210,7 @@ def test_a_page_for_more_leads_through_its_chapter_and_on_to_the_next(site):
     while page != "optimizer-stage3.html":
         seen.append(page)
         page = linked((site / page).read_text(), "after")
-    assert seen == ["comm-reducer.html", "comm-order.html", "in_flight.html", "comm-leaving.html",
+    assert seen == ["comm-reducer.html", "comm-order.html", "comm-leaving.html",
                     "02_collectives.html"]
     assert linked((site / "comm-reducer.html").read_text(), "before") == "comm-collectives.html"
 
@@ -235,7 +235,7 @@ def test_each_page_shows_its_place(site):
                       for each in rest), ""]
     place = re.search('<p class="place">(.*?)</p>', (site / "watch.html").read_text())[1]
     assert "page 3 of 4" in place
-    place = re.search('<p class="place">(.*?)</p>', (site / "sharded.html").read_text())[1]
+    place = re.search('<p class="place">(.*?)</p>', (site / "gradients.html").read_text())[1]
     assert "More in chapter 5" in place and "then" not in place
 
 
@@ -537,7 +537,7 @@ def test_links_lead_through_the_book(site, browser):
     assert find(browser, ":target").is_displayed()
     browser.execute_script("scrollTo(0, document.documentElement.scrollHeight)")
     find(browser, "a[rel=before]").click()
-    assert browser.current_url.endswith("schedule.html")
+    assert browser.current_url.endswith("sharded.html")
     where = browser.current_url
     summary = find(browser, "details.tests summary")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", summary)
