@@ -95,8 +95,8 @@ class Zero3Layer(Sharded):
         * `device` defaults to where the parameters are
         * `dtype` is the data type of all parameters; left out, a layer may mix data types
         * `offload` says where the shards rest, as an `Offload` or as "cpu"; left out, on the device
-        * `mesh` has the ranks that share the layer, as a mesh or as `Links` (see
-          `comm/links.py`); left out, all ranks share it
+        * `mesh` has the ranks that share the layer, as a mesh or as `Links` (see `comm/links.py`);
+          left out, all ranks share it
         * `activations` says where the tensors go that autograd saves in the layer, as an `Offload`,
           as "cpu" or as `Activations`; left out, they stay (see `offload/activations.py`)
 
@@ -110,7 +110,7 @@ class Zero3Layer(Sharded):
 
         This is section 5.3 of the paper. Keeps I2 (only shards at rest) and I5 (zero padding).
         """
-        # `Sharded` makes the communicator, the reducer, the storage and the schedule.
+        # `Sharded` adds the reducer, the storage and the schedule.
         super().__init__(module, communicator(rank, world_size, mesh), offload, activations)
         # The all-gather in flight.
         self._gather: Transfer | None = None

@@ -363,6 +363,11 @@ def test_a_file_is_refused_by_a_model_that_it_does_not_fit(tmp_path):
     for rules in ({"layer": [Quantize(8)]}, {"layer": [Quantize(of="input")]}):
         with pytest.raises(ValueError, match=r"rules of inputs alone"):
             read(build(nn.Linear, rules), path)
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+    save_file({**load_file(path), "layer.weight.stray": torch.ones(1)}, path, about)
+    with pytest.raises(ValueError, match=r"others, \['layer.weight.stray'\]"):
+        read(build(nn.Linear, {}), path)
     save_file({"a": torch.ones(1)}, path)
     with pytest.raises(ValueError, match=r"a file of `write`.*What to do"):
         read(model, path)

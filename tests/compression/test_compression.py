@@ -334,7 +334,7 @@ def test_rows_are_outputs_and_channels_are_inputs_in_layers_that_keep_inputs_fir
     """
     A transposed convolution, Hugging Face's `Conv1D` and an embedding. Breaks if the outputs of
     such a layer stay, and its inputs go.
-    Proves `weights.axes`, `PrunedParts.__init__`.
+    Proves `axis_of`, `weights.axes`, `PrunedParts.__init__`.
     """
     torch.manual_seed(0)
     for layer, x in ((Conv1D(8, 6), torch.randn(3, 8)), (nn.Embedding(8, 6), torch.arange(8)),

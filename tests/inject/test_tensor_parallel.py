@@ -776,6 +776,8 @@ def test_a_model_that_cannot_be_split_is_refused_and_stays_as_it_was():
     for said in run(refused, 2):
         for name, text in (UNFIT | UNFIT_SEQUENCES).items():
             assert text in said[name], (name, said[name])
+    with pytest.raises(TypeError, match=r"mesh. Expected: a `torch.*DeviceMesh`. Got: \[0, 1\]"):
+        policies.tensor_parallel([0, 1])
 
 
 def networks(mesh):

@@ -19,6 +19,7 @@ import weakref
 from collections import Counter
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -780,6 +781,17 @@ def test_a_file_that_was_cut_is_an_error_on_every_rank(direct, tmp_path):
     assert "the file has been cut to 100 bytes" in ones[0] and str(tmp_path) in ones[0]
     assert "Got: fault of layer 3, on rank 1. What to do: look for an error on rank 1" in zeros[0]
     assert took_s < 30
+
+
+def test_a_call_that_moves_nothing_is_an_error(tmp_path):
+    """
+    A file system that reads no bytes where there should be some. Breaks where `move` tries for
+    ever.
+    Proves `File.move`.
+    """
+    file = File(tmp_path, 4096, direct=False)
+    with mock.patch("os.preadv", return_value=0), pytest.raises(OSError, match="cut to 0 bytes"):
+        file.move(False, torch.empty(4096, dtype=torch.uint8), 0)
 
 
 def test_a_write_that_fails_is_an_error_on_every_rank(tmp_path):

@@ -61,10 +61,6 @@ from zero3.optimizer.stage3 import Zero3Optimizer, plain_names
 from zero3.sharded import ShardedModel, comm_of
 from zero3.whole_model.materialise import buffers_of
 
-# Runs in which another library shards the model, or compiles it.
-_OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM,
-           DistributedType.XLA)
-
 
 class Accelerator(accelerate.Accelerator):
     """
@@ -94,7 +90,10 @@ class Accelerator(accelerate.Accelerator):
               "`mixed_precision` of \"no\" or \"bf16\"", repr(self.mixed_precision),
               "for fp16 call `model.half()` before `wrap`, and pass "
               "`loss_scale=\"dynamic\"` to `Zero3Optimizer`")
-        check(self.distributed_type not in _OTHERS and self.parallelism_config is None,
+        # Another library would shard the model, or compile it.
+        check(self.parallelism_config is None and self.distributed_type not in (
+                  DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM,
+                  DistributedType.XLA),
               "the Accelerator cannot shard what another library shards",
               "no plugin of FSDP, DeepSpeed or Megatron-LM, and no `parallelism_config`",
               self.distributed_type.value, "leave them out, also in the file that "

@@ -575,6 +575,8 @@ def groups_of(mesh: DeviceMesh) -> tuple[Group, ...]:
     **Nodes.** A mesh ("nodes", "shard") keeps one model on all ranks, and only says which of them
     are near.
     """
+    expect(isinstance(mesh, DeviceMesh), "mesh", "a `torch.distributed.device_mesh.DeviceMesh`",
+           repr(mesh), "pass one, or leave it out to shard over all ranks", TypeError)
     has_two = mesh.mesh_dim_names in (("replicate", "shard"), ("nodes", "shard"))
     expect(mesh.ndim == 1 or has_two, "mesh", "one dimension, or two that are named "
            "('replicate', 'shard') or ('nodes', 'shard')", f"{mesh}", "name the dimensions in this "
@@ -595,8 +597,8 @@ def _along(mesh: DeviceMesh, dim: int) -> Group:
     """
     process_group = mesh.get_group(dim)
     wait_as_long(process_group)
-    ranks = dist.get_process_group_ranks(process_group)
-    return Group(tuple(ranks), mesh.get_local_rank(dim), weakref.ref(process_group))
+    return Group(tuple(dist.get_process_group_ranks(process_group)), mesh.get_local_rank(dim),
+                 weakref.ref(process_group))
 
 
 def wait_as_long(process_group: dist.ProcessGroup) -> None:

@@ -365,7 +365,8 @@ def read(model: nn.Module | Iterable[nn.Module], path: str | Path) -> None:
            "file; `load_state_dict` loads plain tensors")
     about = json.loads(metadata["zero3"])
     weights = about["weights"]
-    there = {*weights, *(name for name in tensors if name.rpartition(".")[0] not in weights)}
+    stored = {f"{weight}.{part}" for weight in weights for part in PARTS}
+    there = {*weights, *(tensors.keys() - stored)}
     places = {_file_name(place): (place, old)
               for place, old in _tensors(modules).items()}
     expect(there == places.keys(), f"read: {path}", "the names of the model",

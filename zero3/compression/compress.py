@@ -62,7 +62,7 @@ from zero3.compression.weights import (
     Quantised,
     QuantisedInput,
     Weighted,
-    axes,
+    axis_of,
 )
 from zero3.guards.checks import expect
 from zero3.optimizer.buckets import Bucket
@@ -309,7 +309,7 @@ def _suits(rule: Rule, module: Weighted) -> bool:
             and isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear))
     if rule.kind == "element":
         return weight.element_size() <= 4
-    axis = axes(module)[0 if rule.kind == "row" else 1]
+    axis = axis_of(rule, module)
     # The second axis of a convolution in groups is that of one group.
     return ((axis == 0 or getattr(module, "groups", 1) == 1)
             and weight.shape[axis] % (rule.heads or 1) == 0)

@@ -210,7 +210,7 @@ class PrunedParts(Pruned):
         """
         ### Prune parts of a weight along an axis
         """
-        self.axis = axes(module)[0 if rule.kind == "row" else 1]
+        self.axis = axis_of(rule, module)
         super().__init__(rule, module)
 
     def units(self) -> int:
@@ -250,6 +250,13 @@ def axes(module: nn.Module) -> tuple[int, int]:
                                            nn.modules.conv._ConvTransposeNd))
     is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
     return (1, 0) if has_inputs_first or is_conv1d else (0, 1)
+
+
+def axis_of(rule: Prune, module: nn.Module) -> int:
+    """
+    ## The axis of a weight that a rule for rows, channels or heads prunes
+    """
+    return axes(module)[0 if rule.kind == "row" else 1]
 
 
 class PrunedBias(nn.Module):

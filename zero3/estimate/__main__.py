@@ -29,7 +29,7 @@ NUMBERS: dict[str, tuple[Callable[[str], float], float | None, float, str]] = {
     "cpu": (number, 0.0, 0, "memory of the machine, all ranks' together: 128GB"),
     "nvme": (number, 0.0, 0, "space on its disk: 1TB"),
     "layers": (int, 32, 1, "layers of the model, taken to be equally large"),
-    "tokens": (float, 8192.0, 1, "of a rank in a step"),
+    "tokens": (float, 8192.0, 1, "of a rank in a step, with --sequence"),
     "nodes": (int, None, 2, "machines with as many ranks each: compares layouts"),
     "link": (number, None, 1, "between nodes, bytes that leave one in a second: 25GB"),
     "width": (int, None, 1, "features of a position, with --sequence"),
@@ -99,8 +99,8 @@ def show_places(args: argparse.Namespace, has: dict[str, float]) -> None:
         cells = [gigabytes(place.needs[tier], 1) for tier in has]
         note = "   <- the fastest that fits" if place == found else ""
         rows.append((f"{place.params_in:12}{place.states_in}", cells, note))
-    share = [n / (1 if tier == "device" else args.ranks) for tier, n in has.items()]
-    print_table([*rows, ("a rank has", [gigabytes(n, 1) for n in share], "")])
+    print_table([*rows, ("a rank has", [
+        gigabytes(n / (1 if tier == "device" else args.ranks), 1) for tier, n in has.items()], "")])
     if found is None:
         print("\nIt does not fit. More ranks need less each; a larger disk is the cheapest tier.")
         return
@@ -125,9 +125,9 @@ def show_layouts(args: argparse.Namespace) -> None:
         cells = [gigabytes(each.peak_bytes), gigabytes(each.between_bytes)]
         if args.link:
             cells.append(f"{each.between_bytes / args.link:,.3f}")
-        numbers = "  rounded" if each.rounds else "  exact"
         too_much = args.gpu is not None and each.peak_bytes > args.gpu
-        rows.append((each.name, cells, f"{numbers}, does not fit" if too_much else numbers))
+        numbers = "  rounded" if each.rounds else "  exact"
+        rows.append((each.name, cells, numbers + ", does not fit" * too_much))
     print_table(rows)
 
 

@@ -44,15 +44,13 @@ def folder(name: str, path: str | Path) -> None:
 
     Permissions say nothing about a read-only disk.
     """
-    problem = ""
     try:
         # For an empty path, `tempfile` would use the system's own folder.
         os.stat(path)
         tempfile.TemporaryFile(dir=path).close()
     except (OSError, ValueError) as error:
-        problem = f"{error}"
-    expect(not problem, f"cannot write to the folder of {name}", "a folder that takes files",
-           problem, "make the folder, let this user write to it, or choose another one")
+        expect(False, f"cannot write to the folder of {name}", "a folder that takes files",
+               error, "make the folder, let this user write to it, or choose another one")
 
 
 def one_line(text: str) -> str:

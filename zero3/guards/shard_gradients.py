@@ -54,8 +54,6 @@ _SAME = {torch.Tensor.detach, vars(torch._C.TensorBase)["data"].__get__, torch.T
          torch.Tensor.double, torch.Tensor.to, torch.Tensor.cpu}
 _ZERO = {torch.Tensor.zero_, torch._foreach_zero_}
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
-# Functions that read no element.
-_HARMLESS = {*METADATA, torch.Tensor.requires_grad_, torch.Tensor.detach_}
 # Classes that look at a whole parameter, by name: not all of them are torch's.
 _LOOK_AT_ALL = {"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"}
 _CURE = ("clip with `model.clip_grad_norm_(...)`, or `Zero3Optimizer(..., clip_grad_norm=...)`; "
@@ -107,7 +105,8 @@ class GradientElsewhere(ShardGradient):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in _HARMLESS:
+        # These read no element.
+        if func in METADATA or func in (torch.Tensor.requires_grad_, torch.Tensor.detach_):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         layer = _layer(args)

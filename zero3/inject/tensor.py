@@ -226,10 +226,6 @@ class Weights(Replacement):
             return "has a `forward` of its own"
         if not module._parameters.keys() >= dims.keys():
             return "has weights that `compress` makes, which no rank can split"
-        # Options of an embedding, which `VocabularyEmbedding` leaves out.
-        if any(getattr(module, name, None)
-               for name in ("max_norm", "sparse", "scale_grad_by_freq")):
-            return f"is {module}"
         for name, (dim, blocks) in dims.items():
             size = module._parameters[name].shape[dim] // blocks
             # A rank without any token could not look one up, and the others would wait for it.
@@ -302,6 +298,12 @@ class VocabularyEmbedding(Weights):
     stands_for = nn.Embedding
     uneven = True
     padding_idx: int | None
+
+    @classmethod
+    def unfit(cls, module: Any, dims: Dims, ranks: int) -> str:
+        if module.max_norm or module.sparse or module.scale_grad_by_freq:
+            return f"is {module}"
+        return super().unfit(module, dims, ranks)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         part = self.parts["weight"]

@@ -97,6 +97,8 @@ class File:
                 # This disk needs larger blocks. Through the page cache any block is right.
                 self._past_the_cache(False)
                 done = call(self.fd, [rest], offset)
+            if done == 0:
+                raise OSError(errno.EIO, f"the file has been cut to {offset} bytes")
             rest = rest[done:]
             offset += done
 

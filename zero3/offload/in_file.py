@@ -126,9 +126,9 @@ class Buffers:
 
         Raises `OSError` if the disk is full. What rests in other files is not touched.
         """
-        fitting = [file for file in self.idle if file.nbytes >= nbytes]
-        if fitting:
-            file = min(fitting, key=lambda file: file.nbytes)
+        file = min((each for each in self.idle if each.nbytes >= nbytes),
+                   key=lambda each: each.nbytes, default=None)
+        if file:
             self.idle.remove(file)
             # The activation that was there is gone, and a thread may still write it.
             concurrent.futures.wait(file.moving)
@@ -170,7 +170,7 @@ class Buffers:
         block = box.pop()
         if after is not None:
             after.synchronize()
-        if block.data_ptr() % ALIGN_BYTES or len(block) % ALIGN_BYTES:
+        if write and (block.data_ptr() % ALIGN_BYTES or len(block) % ALIGN_BYTES):
             # An activation begins anywhere. The end of the last block of a file holds whatever was
             # in this one.
             if not hasattr(self.own, "block"):

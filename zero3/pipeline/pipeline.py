@@ -400,11 +400,11 @@ class Pipeline(ShardedModel):
             problem = f"tensors of {sorted(rows)} rows"
         if odd:
             problem = f"{sorted(odd)} in it"
-        mode = "training" if self.training else "evaluation"
         # Tensors in words, and other values as they are.
         kinds = [f"{leaf.dtype} of {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor)
                  else repr(leaf) for leaf in leaves]
-        told = f"{kinds} to {does} in {mode} mode, and values with the checksum {_checksum(leaves)}"
+        told = (f"{kinds} to {does} in {'training' if self.training else 'evaluation'} mode, and "
+                f"values with the checksum {_checksum(leaves)}")
         self.channels.compare(
             problem, told, "the same tensors in all stages, in tuples, lists and dicts, with rows "
             f"for {self.micro_batches} micro-batches", "give all ranks of a pipeline the same "

@@ -225,8 +225,7 @@ class Unit(StandIn, Zero3Layer):
         * `order` is the schedule that all units of the model share
         * `options` are arguments of `Zero3Layer`
 
-        Keeps the layer's invariants; I2 only if it is not
-        persistent.
+        Keeps the layer's invariants; I2 only if it is not persistent.
         """
         super().__init__(module, **options)
         self.order = order
